@@ -30,7 +30,7 @@ from . import classes
 from .report import Difference
 from .rule import Rule
 
-__all__ = ["fuse_and_check"]
+__all__ = ["calls_in", "fuse_and_check"]
 
 # The limit of a difference is the change that a perturbation causes, times this.
 _PERTURBATIONS = 16
@@ -317,6 +317,14 @@ def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_mapped(inner, function) for inner in value)
     return copy.deepcopy(value)
+
+
+def calls_in(
+    model: nn.Module, modules: list[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the arguments of each module's first call in a call of the model, by module."""
+    calls = _recorded(model, modules, _Call(args, kwargs))
+    return {module: (call.args, call.kwargs) for module, call in calls.items()}
 
 
 def _recorded(model: nn.Module, modules: list[nn.Module], call: _Call) -> dict[nn.Module, _Call]:

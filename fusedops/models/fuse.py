@@ -7,9 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
+from ..backend.entry import explain
 from ..backend.options import EAGER, INDUCTOR
+from ..backend.report import CompileReport
 from . import classes, eligibility
 from . import graph as graphs
 from .report import FUSED, NO_RULE, NOT_FUSED, FusionReport, ModuleReport
@@ -250,13 +253,18 @@ def _unfuse(model: nn.Module) -> None:
         graphs.forget(module)
 
 
-def fusion_status(model: nn.Module) -> FusionReport:
+def fusion_status(model: nn.Module, *args: Any, **kwargs: Any) -> FusionReport:
     """Report which modules of a model call fused operators now, whatever changed since.
 
     If a module's forward or class was replaced, it calls no fused operator.
 
     Args:
         model: the model, or a part of it; it is not changed.
+        *args: positional arguments of a call of the model. With arguments, the report also has the
+            regions of the graphs: the modules and the lines of code that each is of, why others are
+            left, and what to do about it. The model is called once; its graphs are traced, and not
+            compiled, in the caller's mode, as by `fusedops.explain`.
+        **kwargs: arguments by keyword.
     Returns:
         A report like that of `fuse_model`: which operators each module calls, which modules are in
         graphs, and why other modules call no fused operator. The report is true if any module is
@@ -267,7 +275,30 @@ def fusion_status(model: nn.Module) -> FusionReport:
     eligibility.check_module(model, "fusion_status")
     with classes.unsharded(model):
         verdicts = {module: _current_verdict(module) for module in model.modules()}
-        return _report(model, verdicts)
+    report = _report(model, verdicts)
+    if not args and not kwargs:
+        return report
+    return replace(report, graphs=_graphs(model, report, args, kwargs))
+
+
+def _graphs(
+    model: nn.Module, report: FusionReport, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, CompileReport]:
+    """Return the reports on the graphs of the units that a call of a model reaches, by name."""
+    from .check import calls_in
+
+    modules = dict(model.named_modules())
+    names = [line.name for line in report if line.rule == graphs.GRAPH]
+    # Nothing is compiled for this call.
+    with torch.compiler.set_stance("force_eager"):
+        calls = calls_in(model, [modules[name] for name in names], args, kwargs)
+    reports = {}
+    for name in names:
+        if modules[name] in calls:
+            inputs, options = calls[modules[name]]
+            rest = graphs.rest_of(modules[name])
+            reports[name] = explain(modules[name], *inputs, rest=rest, **options)
+    return reports
 
 
 def _current_verdict(module: nn.Module) -> Verdict:

@@ -29,13 +29,23 @@ from torch import Tensor, fx, nn
 from ..backend.entry import backend
 from ..backend.options import EAGER
 from ..core.compat.dispatch import is_intercepted, jit_tracing
-from ..core.compat.dynamo import guarding_hooks, skips_hooks
+from ..core.compat.dynamo import as_in_eager_mode, skips_hooks
 from ..core.compat.modules import has_global_hooks, is_replica
 from ..core.launches import launch
 from .hooks import ORIGINAL, original
 from .rule import Rule
 
-__all__ = ["BESIDE", "FEW_ROWS", "GRAPH", "beside", "forget", "is_unit", "rule_of", "units"]
+__all__ = [
+    "BESIDE",
+    "FEW_ROWS",
+    "GRAPH",
+    "beside",
+    "forget",
+    "is_unit",
+    "rest_of",
+    "rule_of",
+    "units",
+]
 
 GRAPH, BESIDE = "graph", "beside"
 # A call with so many rows at most is bound by the host. Where no gradient is recorded, it runs as
@@ -85,7 +95,7 @@ _NOTHING_ELSE = Rule(name="", methods={})
 @functools.cache
 def _rule_of(cls: Any, rest: str, inner: Rule) -> Rule:
     methods = {**inner.methods, "forward": _forward(cls, rest, inner.methods.get("forward"))}
-    own = "operators in the regions of its graph, which fusedops.explain lists"
+    own = "operators in the regions of its graph; fusion_status(model, *inputs) lists them"
     return Rule(
         name=GRAPH,
         calls="; ".join(filter(None, (own, inner.calls))),
@@ -117,6 +127,13 @@ def is_unit(rule: Rule | None) -> bool:
     return rule is not None and rule.name == GRAPH
 
 
+def rest_of(module: nn.Module) -> str:
+    """What runs the rest of a unit's graphs."""
+    cls: Any = type(module)
+    rest, _ = cls._fusedops_rule.origin[1]
+    return str(rest)
+
+
 def forget(module: nn.Module) -> None:
     """Drop what was compiled for a module."""
     _compiled.pop(module, None)
@@ -142,8 +159,7 @@ def _forward(cls: Any, rest: str, replacement: Callable[..., Any] | None) -> Cal
         body = replacement or original(self, "forward")
         if _runs_as_it_is(self, rest, args, kwargs):
             return body(self, *args, **kwargs)
-        # Otherwise hooks of inner modules that come after the first call would not run.
-        with guarding_hooks():
+        with as_in_eager_mode():
             return _compiled_function(self, rest)(body, self, *args, **kwargs)
 
     return forward

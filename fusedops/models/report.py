@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ..backend.report import CompileReport
 
 __all__ = ["FUSED", "NOT_FUSED", "NO_RULE", "Difference", "FusionReport", "ModuleReport"]
 
@@ -89,11 +91,14 @@ class FusionReport:
         modules: all modules of the model.
         difference: the result of ``check`` for the whole model; None without a check.
         hints: remarks about the model, such as that it has no loss to fuse.
+        graphs: by the name of each unit, the regions of its graphs, from `fusion_status` with the
+            arguments of a call; empty without arguments.
     """
 
     modules: tuple[ModuleReport, ...]
     difference: Difference | None = None
     hints: tuple[str, ...] = ()
+    graphs: Mapping[str, CompileReport] = field(default_factory=dict)
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
@@ -127,6 +132,7 @@ class FusionReport:
             *self._checked(),
             *self.hints,
             *self._next_step(),
+            *[f"{name or '(the model)'}: {report}" for name, report in self.graphs.items()],
             "table() has a line for each module",
         ]
         return "\n".join(lines)

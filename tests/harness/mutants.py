@@ -198,7 +198,7 @@ MUTANTS = (
     Mutant(
         "hooks that come after the first call of a graph left out",
         "models/graph.py",
-        "        with guarding_hooks():\n",
+        "        with as_in_eager_mode():\n",
         "        if True:\n",
         ("models/test_graph.py", "test_hook_after_the_first_call"),
     ),
@@ -250,6 +250,13 @@ MUTANTS = (
         'or "forward" in vars(module):',
         "or False:",
         ("models/test_graph.py", "test_forward_on_the_instance"),
+    ),
+    Mutant(
+        "regions of a report of the whole model in the place of its units'",
+        "models/fuse.py",
+        "reports[name] = explain(modules[name], *inputs, rest=rest, **options)",
+        "reports[name] = explain(model, *args, rest=rest, **kwargs)",
+        ("models/test_graph.py", "test_status_with_inputs"),
     ),
     Mutant(
         "the rule in a unit's lost in a pickle",

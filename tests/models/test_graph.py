@@ -258,12 +258,24 @@ def test_hook_changes_the_output() -> None:
     _agree(*models, x)
 
 
+def test_model_that_cannot_be_compiled_runs_as_it_is_and_pytorch_logs_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a bug of the compiler")
+
+    monkeypatch.setattr(graph, "backend", fail)
+    model, fused = _fused()
+    _agree(model, fused, _rows(), launches=False)
+    assert "a bug of the compiler" in caplog.text
+
+
 def test_without_pytorchs_option_for_hooks_the_original_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Hooks that come later could not run in a graph."""
     model, fused = _fused()
-    monkeypatch.setattr(dynamo, "_OPTION", "an option of another release")
+    monkeypatch.setattr(dynamo, "_OPTIONS", {"an option of another release": False})
     dynamo.skips_hooks.cache_clear()
     _agree(model, fused, _rows(), launches=False)
 
@@ -459,6 +471,23 @@ def test_unit_that_was_fused_before_is_left_and_runs_in_the_outer_graph() -> Non
     assert {m.reason for m in again.modules if m.name in ("", "0")} == {"fused already"}
     assert not again
     _agree(model, fused, _rows())
+
+
+def test_status_with_inputs_has_the_regions_of_each_unit() -> None:
+    """Of a unit in a model, too, whose inputs are those of the model's call."""
+    _, fused = _fused(exclude=["0.norm"])
+    state = {name: t.clone() for name, t in fused.state_dict().items()}
+    with launch.record() as names:
+        status = fusedops.fusion_status(fused, _rows())
+    assert not _of_regions(names)
+    assert list(status.graphs) == ["1"]
+    regions = status.graphs["1"].fused
+    assert {name for region in regions for name in region.modules} >= {"up", "down", "norm"}
+    assert all("backends.py:" in line for region in regions for line in region.lines)
+    assert f"1: {status.graphs['1']}" in str(status)
+    assert status.graphs["1"].runner == "eager"
+    assert all(torch.equal(t, state[name]) for name, t in fused.state_dict().items())
+    assert not fusedops.fusion_status(fused).graphs
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

@@ -180,7 +180,7 @@ def test_printed_report_has_a_line_for_each_kind_of_module() -> None:
     assert str(report) == repr(report)
     assert str(report).splitlines() == [
         "6 of 10 modules are in graphs or call fused operators",
-        "  1 x _Block     operators in the regions of its graph, which fusedops.explain lists",
+        "  1 x _Block     operators in the regions of its graph; fusion_status(model, *inputs) lists them",
         "  1 x LayerNorm  layer_norm, where no graph runs",
         "  1 x GELU       gelu, where no graph runs",
         "  1 x LayerNorm  layer_norm",

@@ -15,15 +15,16 @@ import torch
 from .dispatch import transforms
 
 __all__ = [
+    "as_in_eager_mode",
     "constant_when_traced",
-    "guarding_hooks",
     "is_exporting",
     "skips_hooks",
     "transforms_when_traced",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_OPTION = "skip_nnmodule_hook_guards"
+# Options of Dynamo with the values of `as_in_eager_mode`.
+_OPTIONS = {"skip_nnmodule_hook_guards": False, "suppress_errors": True}
 
 
 def constant_when_traced(function: _Function) -> _Function:
@@ -60,20 +61,23 @@ def _config() -> Any:
 
 @functools.cache
 def skips_hooks() -> bool:
-    """Returns whether torch.compile lacks the private option that `guarding_hooks` sets."""
-    return not hasattr(_config(), _OPTION)
+    """Returns whether torch.compile lacks a private option that `as_in_eager_mode` sets."""
+    return not all(hasattr(_config(), option) for option in _OPTIONS)
 
 
-class guarding_hooks:  # noqa: N801 - used like a function
-    """A context in which torch.compile guards on modules without hooks staying so.
+class as_in_eager_mode:  # noqa: N801 - used like a function
+    """A context in which code that torch.compile compiles behaves as in eager mode.
 
-    By default it does not: a hook that is registered after a graph was compiled does not run in it.
-    `patch` of the options does the same, and takes the host thrice as long at each call.
+    A hook that is registered on a module after a graph was compiled runs, since graphs have guards
+    on modules without hooks. Code that torch.compile fails on runs as it is, and PyTorch logs the
+    error. `patch` of the options does the same, and takes the host thrice as long at each call.
     """
 
     def __enter__(self) -> None:
-        self._before = getattr(_config(), _OPTION)
-        setattr(_config(), _OPTION, False)
+        self._before = [getattr(_config(), option) for option in _OPTIONS]
+        for option, value in _OPTIONS.items():
+            setattr(_config(), option, value)
 
     def __exit__(self, *_: Any) -> None:
-        setattr(_config(), _OPTION, self._before)
+        for option, value in zip(_OPTIONS, self._before, strict=True):
+            setattr(_config(), option, value)
