@@ -371,4 +371,5 @@ def test_unfusing_a_prepared_model_with_a_graph() -> None:
     assert fusedops.fusion_status(prepared).modules[0].rule == "graph"
     fusedops.unfuse_model(prepared)
     assert type(layer) is nn.TransformerEncoderLayer
-    torch.testing.assert_close(prepared(x), expected)
+    # In bf16 the two round at other places.
+    torch.testing.assert_close(prepared(x), expected, rtol=0, atol=2.0**-5)

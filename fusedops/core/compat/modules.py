@@ -1,7 +1,7 @@
 """Hooks of modules, and other private state that PyTorch stores on a module.
 
-A fused block computes a submodule's forward without calling the submodule, so it must know whether
-hooks are registered. PyTorch has public functions to register hooks, but none to query them.
+What computes a submodule's forward without calling the submodule must know whether hooks are
+registered. PyTorch has public functions to register hooks, but none to query them.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def has_global_hooks() -> bool:
     """Returns whether there are hooks that apply to all modules.
 
     For example, ``register_module_forward_hook`` registers one. Without the private names the
-    result is True: fused blocks then call each of their modules, which is slower, but correct. In
-    code that torch.compile traces the result is a constant without a guard, as for PyTorch's own
-    modules: once compiled, they do not look for hooks again.
+    result is True: modules are then called, which is slower, but correct. In code that
+    torch.compile traces the result is a constant without a guard, as for PyTorch's own modules:
+    once compiled, they do not look for hooks again.
     """
     return any(_GLOBAL)
 
@@ -69,9 +69,9 @@ def has_global_hooks() -> bool:
 def has_own_hooks(module: torch.nn.Module) -> bool:
     """Returns whether hooks are registered on a module.
 
-    Without a private name the result is True: blocks then call each module, which is slower.
+    Without a private name the result is True: the module is then called, which is slower.
     """
-    # Every call of a fused block calls this function. A loop over the names would take longer.
+    # T5's fast path calls this for each layer. A loop over the names would take longer.
     try:
         return bool(
             module._forward_hooks
