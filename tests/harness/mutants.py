@@ -406,11 +406,10 @@ MUTANTS = (
     # --- models -----------------------------------------------------------------------------------
     Mutant(
         "hooks on all modules ignored",
-        "models/hooks.py",
-        "    return has_global_hooks()\n",
-        "    return False\n",
-        ("models/test_hooks.py", "test_global_forward_hooks_are_called"),
-        interpreted=False,
+        "models/graph.py",
+        "    is_intercepted,\n    has_global_hooks,\n",
+        "    is_intercepted,\n",
+        ("models/test_graph.py", "test_hook_after_the_first_call"),
     ),
     # --- the backend of torch.compile -------------------------------------------------------------
     Mutant(
