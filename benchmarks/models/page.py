@@ -84,7 +84,8 @@ _MODEL_NAMES = {
 _HEAD = """# Whole models: figures
 
 [`fusedops.compile`](compile.md) and [`fuse_model`](models.md) beside eager PyTorch, torch.compile and Liger-Kernel, on models of
-Transformers and by hand, with random weights. "fused" is `fuse_model`.
+Transformers and by hand, with random weights. "fused" is `fuse_model`, timed when modules called operators one by
+one, before it ran [graphs](rest_figures.md).
 `python -m benchmarks models --page` writes this page from the results file."""
 
 _HOW = """## How it is measured

@@ -40,7 +40,10 @@ What runs a model without Inductor, on an H200: milliseconds per step, and in br
 
 How it is measured is on the page of [whole models](model_figures.md#how-it-is-measured). ModernBERT and Whisper have the layers
 of the [zoo](zoo.md). Training is under bf16 autocast. `python -m benchmarks models --rest --page` writes this page from the
-results file."""
+results file.
+
+`leaves` and `fused` were timed when modules called operators one by one, and `leaves` had gated units, too. Since then `fuse_model`
+runs a model as `rest_eager` does."""
 
 
 def workloads_of(
