@@ -27,10 +27,20 @@ from torch import fx
 from ..compiler.kernel import Kernel
 from ..compiler.launching import kernels_by_pass
 from ..compiler.operator import Program
-from .graphs import BIAS, COPIES, is_input, is_tensor, is_view, name_of, users_through
+from .graphs import (
+    BIAS,
+    COPIES,
+    is_input,
+    is_tensor,
+    is_view,
+    name_of,
+    size_of,
+    users_through,
+    value_of,
+)
 from .order import aliases, bytes_of, has_kernel
 from .programs import RegionProgram
-from .regions import Region
+from .regions import Region, reduced_dims
 
 __all__ = [
     "H200",
@@ -41,6 +51,7 @@ __all__ = [
     "Work",
     "Works",
     "among_neighbours",
+    "follows_larger_reduction",
     "machine_of",
     "of_slices",
     "works",
@@ -52,6 +63,8 @@ _LONGEST_OF_INDUCTOR = 1024
 # The rows from which a kernel that sums over rows takes as long as one over more: each program adds
 # up its rows one after the other, and more rows have more programs.
 _ROWS_OF_SUM = 1024
+# A reduction of so many more elements than a region has takes longer than the region.
+_LARGER = 32
 # Kernels of slices take longer than others for the same bytes, by this factor at most.
 _SLICED = 1.25
 
@@ -309,6 +322,27 @@ def among_neighbours(
     """
     fusions = _of_fusions(region, set(region.nodes), needs, selected)
     return alone._replace(inductor=alone.inductor.plus(fusions, -1))
+
+
+def follows_larger_reduction(region: Region, selected: Collection[fx.Node]) -> bool:
+    """Whether Inductor reduces many more elements to the inputs of a region than the region has.
+
+    The time is then that of the reduction's kernels, and what Inductor fuses with them decides it.
+    With an operator behind two of them, Inductor may merge the two into a slower kernel.
+    """
+    most = _LARGER * max(map(size_of, region.outputs), default=0)
+    todo, seen = list(filter(is_tensor, region.inputs)), set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or is_input(node) or node in selected or has_kernel(node):
+            continue
+        seen.add(node)
+        inputs = list(filter(is_tensor, node.all_input_nodes))
+        sizes = list(map(size_of, inputs))
+        if max(sizes, default=0) >= most and reduced_dims(node, value_of(inputs[0]).dim()):
+            return True
+        todo += inputs
+    return False
 
 
 def of_slices(regions: Sequence[Region], selected: Collection[fx.Node]) -> Works:

@@ -347,19 +347,27 @@ class Selector:
 
         Their kernels are compiled.
         """
-        paying = list(filter(self._pays_alone, matches))
+        selected = self._selected()
+        paying = [match for match in matches if self._pays_alone(match, selected)]
         programs = list(map(operator.attrgetter("program", "reached"), paying))
         reasons = prepare(programs, self.receives)
         for match, reason in zip(paying, reasons, strict=True):
             self._leave(match, reason)
         return list(itertools.compress(paying, map(operator.not_, reasons)))
 
-    def _pays_alone(self, match: Match) -> bool:
+    def _pays_alone(self, match: Match, selected: set[fx.Node]) -> bool:
         """Whether an operator of a match by itself pays; reports if it does not."""
         works = prediction.among_neighbours(match.works, match.region, self.needs, self._of_regions)
-        pays = not match.is_slice and self._pays(match, works)
+        pays = (
+            not match.is_slice and self._pays(match, works) and not self._is_behind(match, selected)
+        )
         self._leave(match, "" if pays else AS_FAST)
         return pays
+
+    def _is_behind(self, match: Match, selected: set[fx.Node]) -> bool:
+        """Whether what Inductor computes before a region, with more work, decides the time."""
+        is_open = not _functions(match.region) and self.runner != EAGER
+        return is_open and prediction.follows_larger_reduction(match.region, selected)
 
     def _leave(self, match: Match, reason: str) -> None:
         """Reports that a match is no operator, if there is a reason."""

@@ -148,6 +148,16 @@ def test_regions_that_inductor_fuses_with_neighbours_are_left(
     assert region.times is not None and region.times.operator < region.times.inductor
 
 
+@pytest.mark.parametrize(("count", "fused"), [(31, 1), (32, 0)])
+def test_regions_behind_larger_reductions_are_left(count: int, fused: int) -> None:
+    """Inductor has their elementwise part in a kernel with the reduction."""
+    norm = nn.LayerNorm(16).to(DEVICE)
+    x = torch.randn(count, 9, 16, device=DEVICE).requires_grad_()
+    report = fusedops.explain(lambda x: norm(torch.exp(x.exp().sum(0))), x)
+    assert len(report.fused) == fused
+    assert fusedops.explain(lambda x: norm(torch.exp(x.sum(0))), x, rest="eager").fused
+
+
 @pytest.mark.parametrize(("summed", "fused"), [(-0.1, 0), (0.1, 1)])
 def test_the_faster_way_is_chosen(
     summed: float, fused: int, monkeypatch: pytest.MonkeyPatch

@@ -680,6 +680,13 @@ MUTANTS = (
         ("backend/test_saved.py", "test_sums"),
     ),
     Mutant(
+        "a region behind a larger reduction that becomes an operator",
+        "backend/prediction.py",
+        "max(sizes, default=0) >= most",
+        "False",
+        ("backend/test_prediction.py", "larger"),
+    ),
+    Mutant(
         "an attention that is written out, whose mask is not scaled",
         "backend/passes/attentions.py",
         "mask=lambda creator: creator.call(target, mask(creator), number)",
