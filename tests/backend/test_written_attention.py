@@ -93,7 +93,13 @@ def _adds_then_scales(scores: Tensor) -> Tensor:
 
 def _adds_truth_values(scores: Tensor) -> Tensor:
     query, key = _positions()
-    return scores + (key > query)
+    return scores + (key <= query)
+
+
+def _adds_distances(scores: Tensor) -> Tensor:
+    """As ALiBi: numbers of fp32, with more digits than bf16 has."""
+    _, key = _positions()
+    return scores.float() + (key - 1000.0) * 0.375
 
 
 def _adds_in_three_dimensions(scores: Tensor) -> Tensor:
@@ -115,6 +121,7 @@ _MASKS: dict[str, tuple[Callable[[Tensor], Tensor], tuple[bool, bool]]] = {
     "adds nothing": (_adds_nothing, (False, False)),
     "per query": (_adds_per_query, (True, False)),
     "adds, then scales": (_adds_then_scales, (True, False)),
+    "distances": (_adds_distances, (True, False)),
     "truth values": (_adds_truth_values, (True, False)),
     "in three dimensions": (_adds_in_three_dimensions, (True, False)),
     "adds twice": (_adds_twice, (True, False)),
@@ -172,6 +179,14 @@ def test_rows_that_are_hidden_whole_have_equal_weights(dtype: torch.dtype) -> No
     assert len(found) == 1
     mean = value[0].double().mean(-2, keepdim=True).expand(-1, _LENGTH, -1)
     assert_as_good(result[0], mean, [function(query, key, value, seen)[0]], "hidden")
+
+
+def test_keys_may_be_the_queries() -> None:
+    compiled, found = _compiled(
+        lambda x: torch.bmm(torch.bmm(x, x).view(2, 3, 16, 16).softmax(-1).view(6, 16, 16), x)
+    )
+    compiled(_heads(6, 16, 16))
+    assert len(found) == 1
 
 
 def test_dropout_is_that_of_the_attention() -> None:
@@ -238,6 +253,35 @@ def _with_a_negative_scale(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul((torch.matmul(query, key.transpose(-1, -2)) * -0.5).softmax(-1), value)
 
 
+def _of_folded_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """All heads have one key and value."""
+    rows = query.reshape(_BATCH, -1, _WIDTH)
+    scores = torch.bmm(rows, key[:, 0].mT).view(_BATCH, _HEADS, _LENGTH, _LENGTH)
+    weights = scores.softmax(-1).view(_BATCH, -1, _LENGTH)
+    return torch.bmm(weights, value[:, 0]).view(query.shape)
+
+
+def _of_one_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.matmul(query, key.mT).softmax(-1).view(_BATCH, -1, _LENGTH)
+    return torch.bmm(weights, value[:, 0]).view(query.shape)
+
+
+def _of_reshaped_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = torch.matmul(query, key.mT)
+    weights = scores.reshape(_BATCH, _HEADS, _LENGTH // 2, -1).softmax(-1)
+    return torch.matmul(weights.reshape(scores.shape), value)
+
+
+def _of_integers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (torch.matmul(query, key.mT).softmax(-1) * 8).int().to(query.dtype)
+    return torch.matmul(weights, value)
+
+
+def _of_rounded_weights(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = torch.matmul(query, key.mT).softmax(-1).to(torch.float8_e4m3fn).to(query.dtype)
+    return torch.matmul(weights, value)
+
+
 def _of_squares(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(torch.matmul(query, key.transpose(-1, -2)).square().softmax(-1), value)
 
@@ -255,6 +299,11 @@ _LEFT = (
     _behind_values,
     _with_a_finite_fill,
     _with_a_trained_bias,
+    _of_folded_queries,
+    _of_one_value,
+    _of_reshaped_rows,
+    _of_integers,
+    _of_rounded_weights,
     _of_squares,
     _with_a_negative_scale,
     _without_gradients_of_scores,

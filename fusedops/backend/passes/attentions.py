@@ -8,6 +8,7 @@ mask that is constant is left out if it masks nothing, and is ``is_causal`` if i
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -47,6 +48,8 @@ _LEAST_TOKENS = 128
 _WIDEST_HEADS = 256
 # A score that is replaced by a number so low is as if the number were added.
 _HIDDEN = -1e30
+# The dtypes to which scores and weights are cast without other losses than a rounding.
+_WIDE = (*HALF, torch.float32, torch.float64)
 # Operators that copy a tensor as it is.
 _SAME = ("clone", "alias")
 
@@ -137,6 +140,10 @@ def _attention_of(softmax: fx.Node, constants: Constants) -> _Attention | None:
         node = _only_user(node)
     if scores is None or node is None or name_of(node) != "bmm" or node.args[0] is not weights[-1]:
         return None
+    # Heads that are folded into the rows of a product would be those of other queries.
+    rows, products = value_of(softmax).shape[2:], (scores.product, weights[-1])
+    if not all(_are_same(value_of(product).shape[1:], rows) for product in products):
+        return None
     return _Attention(scores, softmax, tuple(weights), dropout, node)
 
 
@@ -151,7 +158,7 @@ def _passes_on(node: fx.Node) -> bool:
     if name_of(node) == "native_dropout":
         return node.args[2] is True
     if name_of(node) in (*_SAME, "_to_copy", "expand"):
-        return _keeps_size(node)
+        return _keeps_size(node) and _keeps_values(node)
     is_first = node.target is operator.getitem and node.args[1] == 0
     return bool(is_first or reshapes(node))
 
@@ -160,6 +167,12 @@ def _keeps_size(node: fx.Node) -> bool:
     """Whether a node has the shape of its first argument."""
     source: Any = node.args[0]
     return is_tensor(source) and _are_same(value_of(source).shape, value_of(node).shape)
+
+
+def _keeps_values(node: fx.Node) -> bool:
+    """Whether a node is no cast to integers or 8 bits, and on the device of its argument."""
+    value, source = map(value_of, (node, node.all_input_nodes[0]))
+    return value.dtype in _WIDE and value.device == source.device
 
 
 def _are_same(shape: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -199,8 +212,7 @@ def _inner(node: fx.Node, argument: Any, constants: Constants) -> _Scores | None
 
 
 def _same(node: fx.Node, constants: Constants) -> _Scores | None:
-    is_float = dtype_of(node).is_floating_point
-    return _inner(node, node.args[0], constants) if is_float else None
+    return _inner(node, node.args[0], constants) if _keeps_values(node) else None
 
 
 def _reshaped(node: fx.Node, constants: Constants) -> _Scores | None:
@@ -240,8 +252,15 @@ def _added(node: fx.Node, constants: Constants) -> _Scores | None:
     for source, term in (node.args, node.args[::-1]):
         scores = _inner(node, source, constants)
         if scores is not None and isinstance(term, fx.Node):
-            return _plus(scores, term, lambda _, term=term: term)  # type: ignore[misc]
+            return _plus(scores, term, functools.partial(_term, term, dtype_of(node)))
     return None
+
+
+def _term(term: fx.Node, dtype: torch.dtype, creator: Creator) -> fx.Node:
+    """A summand of a mask: truth values are added as numbers."""
+    if dtype_of(term).is_floating_point:
+        return term
+    return creator.call(CAST, term, dtype=dtype)
 
 
 def _filled(node: fx.Node, constants: Constants) -> _Scores | None:
@@ -320,8 +339,8 @@ def _gains(attention: _Attention, rewrite: Rewrite) -> bool:
     products = (scores.product, attention.product)
     if {dtype_of(node) for node in products} not in ({dtype} for dtype in HALF):
         return False
-    query, _ = map(value_of, scores.product.all_input_nodes)
-    widths = (query.shape[-1], value_of(attention.product).shape[-1])
+    query: Any = scores.product.args[0]
+    widths = (value_of(query).shape[-1], value_of(attention.product).shape[-1])
     if not are_numbers(widths) or any(not _is_width(width) for width in widths):
         return False
     *_, queries, keys = hints_of(attention.softmax)
@@ -452,14 +471,19 @@ def _needed_mask(
 def _prepared(creator: Creator, mask: fx.Node, dtype: torch.dtype, keys: fx.Node) -> fx.Node:
     """A mask as kernels read it: of the dtype of the scores, and contiguous along the keys.
 
-    Rows that are hidden whole have equal weights, as in eager PyTorch. In kernels, which compute
-    powers of two, the lowest numbers of bf16 and fp32 would be -inf.
+    Rows that are hidden whole have equal weights. So they have in eager PyTorch, except those that
+    are hidden by -inf. In kernels, which compute powers of two, the lowest numbers of bf16 and fp32
+    would be -inf.
     """
     lowest = max(_HIDDEN, torch.finfo(dtype).min)
-    if not dtype_of(mask).is_floating_point:
-        mask = creator.call(CAST, mask, dtype=dtype)
     mask = creator.call(_ATEN.clamp.default, mask, lowest)
     if dtype_of(mask) != dtype:
+        # Numbers near the largest of a row keep their digits, and a softmax does not see a shift. A
+        # row that is hidden whole stays so.
+        largest = creator.call(_ATEN.amax.default, mask, [-1], True)
+        largest = creator.call(_ATEN.clamp.default, largest, _HIDDEN / 2)
+        mask = creator.call(_ATEN.sub.Tensor, mask, largest)
+        mask = creator.call(_ATEN.clamp.default, mask, lowest)
         mask = creator.call(CAST, mask, dtype=dtype)
     value, count = value_of(mask), value_of(keys).shape[-1]
     if is_same(value.shape[-1], count) and value.stride()[-1] == 1:
