@@ -116,7 +116,8 @@ class Measurer:
             times = self.ask({"device": index, **region})
             if path is not None and not isinstance(times, str):
                 _write(path, times)
-        _known[key] = times
+        if not self.problem:
+            _known[key] = times
         return times
 
     def ask(self, region: Mapping[str, Any]) -> Times | str:

@@ -88,12 +88,17 @@ class Child:
         """
         assert self.process.stdin is not None
         # If the process has ended, so have its replies.
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, ValueError):
             print(line, file=self.process.stdin, flush=True)
         try:
-            return self._replies.get(timeout=seconds)
+            reply = self._replies.get(timeout=seconds)
         except queue.Empty:
+            # A late reply would be read as that to the next line.
+            self.end()
             raise TimeoutError(f"no reply within {seconds:g} s") from None
+        if reply is None:  # also for the next line
+            self._replies.put(None)
+        return reply
 
     def how_it_ended(self) -> str:
         """Return the exit code or signal of the process, whose output has ended, as text."""

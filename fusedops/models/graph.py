@@ -15,7 +15,6 @@ unpickled modules compile at their first call.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -197,19 +196,27 @@ def _runs_as_it_is(
     # A replica of DataParallel exists for one call.
     if any(is_active() for is_active in _OBSERVERS) or is_replica(module):
         return True
-    tokens = [kwargs.get(name) for name in _TOKENS]
-    values = itertools.chain(tokens, args, kwargs.values())
-    rows = next(filter(_is_traced_or_tensor, values), None)
-    if isinstance(rows, fx.Proxy):
+    values = [*args, *kwargs.values()]
+    if any(isinstance(value, fx.Proxy) for value in values):
         return True
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if any(tensor.is_nested for tensor in tensors):
+        return True
+    tokens = [kwargs[name] for name in _TOKENS if isinstance(kwargs.get(name), Tensor)]
+    rows = next(iter(tokens), None)
+    if rows is None:
+        rows = max(tensors, key=_count, default=None)
     # Inductor was asked for, and compiles for all devices.
     is_left = rest == EAGER and not _gains(module, rows)
     # Without PyTorch's option for hooks, those that come after a call would not run in a graph.
     return is_left or skips_hooks()
 
 
-def _is_traced_or_tensor(value: Any) -> bool:
-    return isinstance(value, (Tensor, fx.Proxy))
+def _count(tensor: Tensor) -> int:
+    """The number of rows of a tensor of numbers, and of elements of others, such as tokens."""
+    if tensor.is_floating_point():
+        return math.prod(tensor.shape[:-1])
+    return tensor.numel()
 
 
 def _gains(module: nn.Module, rows: Tensor | None) -> bool:
@@ -217,7 +224,7 @@ def _gains(module: nn.Module, rows: Tensor | None) -> bool:
 
     Args:
         module: the module.
-        rows: the argument that has the rows; None if no argument is a tensor.
+        rows: the argument with the most rows; None if no argument is a tensor.
     """
     tensor = next(module.parameters(), None) if rows is None else rows
     if tensor is None or not launch.runs_kernels(tensor.device.type):
@@ -226,9 +233,8 @@ def _gains(module: nn.Module, rows: Tensor | None) -> bool:
     # has to draw the same masks again.
     if rows is None or torch.is_grad_enabled() or module.training:
         return True
-    if rows.is_floating_point():
-        return rows.numel() > FEW_ROWS * math.prod(rows.shape[-1:])
-    if rows.numel() <= FEW_ROWS:
+    if _count(rows) <= FEW_ROWS:
         return False
     # One token of each sequence of a generation.
-    return rows.shape[-1] > 1 or not hasattr(module, "generate")
+    is_token = not rows.is_floating_point() and rows.shape[-1] == 1
+    return not (is_token and hasattr(module, "generate"))

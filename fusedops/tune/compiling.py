@@ -63,6 +63,8 @@ class Pool:
         for worker in list(self._workers.values()):
             worker.end()
         self._threads.shutdown()
+        for worker in self._workers.values():  # one may have started meanwhile
+            worker.end()
         self._workers.clear()
 
     def __enter__(self) -> Pool:

@@ -219,15 +219,22 @@ MUTANTS = (
     Mutant(
         "the rows of an encoder counted instead of the tokens",
         "models/graph.py",
-        "values = itertools.chain(tokens, args, kwargs.values())",
-        "values = itertools.chain(args, kwargs.values())",
+        "rows = next(iter(tokens), None)",
+        "rows = None",
         ("models/test_graph.py", "test_tokens_of_a_generation"),
+    ),
+    Mutant(
+        "the rows of the first argument counted",
+        "models/graph.py",
+        "rows = max(tensors, key=_count, default=None)",
+        "rows = next(iter(tensors), None)",
+        ("models/test_graph.py", "test_rows_are_those"),
     ),
     Mutant(
         "the tokens of many sequences in a graph",
         "models/graph.py",
-        "return rows.shape[-1] > 1 or",
-        "return rows.shape[-1] > 0 or",
+        "rows.shape[-1] == 1",
+        "rows.shape[-1] == 0",
         ("models/test_graph.py", "test_tokens_of_a_generation"),
     ),
     Mutant(

@@ -134,6 +134,56 @@ def test_inference_of_many_rows_is_a_graph_and_of_few_is_not() -> None:
     assert _launches(fused.eval(), _rows(graph.FEW_ROWS)) > 0
 
 
+class _Conditioned(nn.Module):
+    """A model with a number for each row of a batch before the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = _blocks()
+
+    def forward(self, time: Tensor, x: Tensor) -> Any:
+        return self.blocks(x + time[:, None, None])
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_rows_are_those_of_the_argument_with_the_most(keywords: bool) -> None:
+    fused = _Conditioned().to(DEVICE).eval()
+    fusedops.fuse_model(fused)
+    time, x = torch.randn(2, device=DEVICE), _rows(2, graph.FEW_ROWS)
+    call = (lambda: fused(time=time, x=x)) if keywords else (lambda: fused(time, x))
+    with torch.no_grad():
+        assert _launches(call) > 0
+
+
+def test_nested_tensors_run_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU()).to(DEVICE)
+    nested = torch.nested.nested_tensor([_rows(2), _rows(3)])
+    with torch.no_grad():
+        expected = model(nested).unbind()
+        fusedops.fuse_model(model)
+        assert all(map(torch.equal, model.eval()(nested).unbind(), expected))
+
+
+class _Counting(nn.Module):
+    """A block with a number, which it counts up, behind a graph break."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.block = number, PostNorm(_WIDTH, 0.0)
+
+    def forward(self, x: Tensor) -> Any:
+        torch._dynamo.graph_break()
+        self.number += 1
+        return self.block(x) * self.number
+
+
+def test_numbers_of_many_layers_and_calls_do_not_end_the_graphs() -> None:
+    """PyTorch's limit is eight compilations of a code object."""
+    fused = nn.Sequential(*map(_Counting, range(10))).to(DEVICE)
+    fusedops.fuse_model(fused)
+    assert min([_launches(fused, _rows()) for _ in range(10)]) >= 10
+
+
 def test_norm_is_part_of_a_region_in_a_graph_and_calls_its_operator_beside_it() -> None:
     _, fused = _fused()
     with launch.record() as names:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -24,7 +25,20 @@ __all__ = [
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # Options of Dynamo with the values of `as_in_eager_mode`.
-_OPTIONS = {"skip_nnmodule_hook_guards": False, "suppress_errors": True}
+_OPTIONS = {
+    "skip_nnmodule_hook_guards": False,
+    "suppress_errors": True,
+    # Equal layers behind graph breaks share a code object, and may differ by a number.
+    "recompile_limit": 64,
+    # A module that counts its calls is not compiled for each number.
+    "allow_unspec_int_on_nn_module": True,
+    # Otherwise DDP would split graphs at its buckets, to overlap backwards that Inductor compiles.
+    "optimize_ddp": False,
+}
+# How many calls are in the context, and what the options were before the first of them.
+_inside = 0
+_before: list[Any] = []
+_lock = threading.Lock()
 
 
 def constant_when_traced(function: _Function) -> _Function:
@@ -74,10 +88,18 @@ class as_in_eager_mode:  # noqa: N801 - used like a function
     """
 
     def __enter__(self) -> None:
-        self._before = [getattr(_config(), option) for option in _OPTIONS]
+        global _inside
+        with _lock:
+            if not _inside:
+                _before[:] = [getattr(_config(), option) for option in _OPTIONS]
+            _inside += 1
         for option, value in _OPTIONS.items():
             setattr(_config(), option, value)
 
     def __exit__(self, *_: Any) -> None:
-        for option, value in zip(_OPTIONS, self._before, strict=True):
+        global _inside
+        with _lock:
+            _inside -= 1
+        # Options are of a thread, or in older releases of the process.
+        for option, value in zip(_OPTIONS, _before, strict=True):
             setattr(_config(), option, value)
