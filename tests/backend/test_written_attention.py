@@ -267,9 +267,10 @@ def _of_one_value(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def _of_reshaped_rows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = torch.matmul(query, key.mT)
-    weights = scores.reshape(_BATCH, _HEADS, _LENGTH // 2, -1).softmax(-1)
-    return torch.matmul(weights.reshape(scores.shape), value)
+    queries, keys, values = (t.repeat(1, 1, 2, 1) for t in (query, key, value))
+    scores = torch.matmul(queries, keys.mT)
+    weights = scores.reshape(_BATCH, _HEADS, _LENGTH, -1).softmax(-1)
+    return torch.matmul(weights.reshape(scores.shape), values)
 
 
 def _of_integers(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

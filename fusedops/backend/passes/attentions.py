@@ -264,25 +264,23 @@ def _term(term: fx.Node, dtype: torch.dtype, creator: Creator) -> fx.Node:
 
 
 def _filled(node: fx.Node, constants: Constants) -> _Scores | None:
-    """Scores that are hidden by a number where a condition holds: see `_HIDDEN`."""
-    condition: Any
-    source: Any
-    source, condition, number = node.args
-    fill = _number_of(number, constants)
-    scores = _inner(node, source, constants)
-    return None if scores is None or not fill <= _HIDDEN else _hidden(node, scores, condition, fill)
-
-
-def _chosen(node: fx.Node, constants: Constants) -> _Scores | None:
-    """The same by ``where``: the condition holds where the scores are not hidden."""
-    condition: Any
-    source: Any
-    condition, source, number = node.args
-    fill = _number_of(number, constants)
-    scores = _inner(node, source, constants)
+    """Scores that a number hides where a condition holds, or elsewhere: see `_HIDDEN`."""
+    is_elsewhere = name_of(node) == "where"
+    condition: Any = node.args[not is_elsewhere]
+    fill, scores = (
+        _number_of(node.args[2], constants),
+        _inner(node, node.args[is_elsewhere], constants),
+    )
     if scores is None or not fill <= _HIDDEN:
         return None
-    return _hidden(node, scores, condition, fill, where=False)
+    numbers, dtype = ((0.0, fill) if is_elsewhere else (fill, 0.0)), dtype_of(node)
+
+    def hidden(creator: Creator) -> fx.Node:
+        new = _ATEN.new_full.default
+        both = [creator.call(new, condition, [], number, dtype=dtype) for number in numbers]
+        return creator.call(_ATEN.where.self, condition, *both)
+
+    return _plus(scores, condition, hidden)
 
 
 def _number_of(argument: Any, constants: Constants) -> float:
@@ -291,20 +289,6 @@ def _number_of(argument: Any, constants: Constants) -> float:
         return float(argument)
     value = constants.value(argument)
     return math.nan if value is None or value.dim() else float(value)
-
-
-def _hidden(
-    node: fx.Node, scores: _Scores, condition: fx.Node, fill: float, *, where: bool = True
-) -> _Scores:
-    """Scores plus a mask that is ``fill`` where the condition is ``where``, and 0 elsewhere."""
-    numbers, dtype = ((fill, 0.0) if where else (0.0, fill)), dtype_of(node)
-
-    def make(creator: Creator) -> fx.Node:
-        new = _ATEN.new_full.default
-        both = [creator.call(new, condition, [], number, dtype=dtype) for number in numbers]
-        return creator.call(_ATEN.where.self, condition, *both)
-
-    return _plus(scores, condition, make)
 
 
 def _plus(scores: _Scores, term: fx.Node, make: _MakeMask) -> _Scores:
@@ -324,7 +308,7 @@ _STEPS: dict[str, Callable[[fx.Node, Constants], _Scores | None]] = {
     "div": _scaled,
     "add": _added,
     "masked_fill": _filled,
-    "where": _chosen,
+    "where": _filled,
     "_to_copy": _same,
     **dict.fromkeys(_SAME, _same),
 }
@@ -341,7 +325,8 @@ def _gains(attention: _Attention, rewrite: Rewrite) -> bool:
         return False
     query: Any = scores.product.args[0]
     widths = (value_of(query).shape[-1], value_of(attention.product).shape[-1])
-    if not are_numbers(widths) or any(not _is_width(width) for width in widths):
+    heads = value_of(attention.softmax).shape[1]
+    if not are_numbers((heads, *widths)) or any(not _is_width(width) for width in widths):
         return False
     *_, queries, keys = hints_of(attention.softmax)
     # Kernels look for the largest score before they scale.
@@ -417,10 +402,7 @@ def _of_heads(creator: Creator, factor: Any, softmax: fx.Node) -> fx.Node:
     for node in _sources(factor):
         if _are_same(value_of(node).shape, shape):
             return node
-    heads = shape[1]
-    if not are_numbers([heads]):
-        heads = creator.call(_ATEN.sym_size.int, softmax, 1)
-    return creator.call(_ATEN.unflatten.int, factor, 0, [-1, heads])
+    return creator.call(_ATEN.unflatten.int, factor, 0, [-1, shape[1]])
 
 
 def _in_rows(creator: Creator, node: fx.Node) -> fx.Node:
