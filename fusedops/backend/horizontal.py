@@ -30,6 +30,7 @@ from torch import fx
 from ..compiler.horizontal.forms import JOINT, LOOKUP, SEPARATE, SHARED
 from ..compiler.horizontal.launching import outline_of, prepare
 from ..compiler.horizontal.operator import SliceGroup, group_of, why_not
+from ..compiler.layouts import row_layout
 from ..core.calls.registration import defined
 from ..core.compat.dispatch import without_modes
 from ..core.compat.fake import hints
@@ -343,15 +344,15 @@ class _Replacement:
         return SEPARATE, [self._flat(node, by_row) for node in nodes]
 
     def _is_by_row(self, index: int) -> bool:
-        operand = self.lead.structure.inputs[index]
-        return len(operand.labels) >= self.dims and bool(
-            set(self.lead.structure.rows) & set(operand.axes)
-        )
+        structure = self.lead.structure
+        return row_layout(structure, structure.inputs[index], ()) == "rows"
 
     def _flat(self, node: fx.Node, by_row: bool, size: int = 0) -> fx.Node:
         """A tensor with rows in two dimensions, a vector or an index in one."""
         value = value_of(node)
-        if value.dim() == (2 if by_row else 1):
+        # Without dimensions of rows, all elements are one row.
+        is_flat = value.dim() == self.dims + 1 == 2 if by_row else value.dim() == 1
+        if is_flat:
             return node
         own = size or math.prod(map(int, value.shape[self.dims :]))
         shape = [-1, own] if by_row else [-1]
@@ -413,8 +414,8 @@ class _Replacement:
         return [*self.rows, *self.programs[k].shape(own, structure.sizes)]
 
     def _shaped(self, result: fx.Node, shape: Sequence[Any]) -> fx.Node:
-        """A result of two dimensions with those of ``shape``, if it has more or less."""
-        if len(shape) in (0, 2):
+        """A result of two dimensions, rows and columns, with those of ``shape``."""
+        if not shape or len(shape) == self.dims + 1 == 2:
             return result
         return self.graph.call_function(
             aten.view.default, (result, [*self._leading(), *map(int, shape[self.dims :])])

@@ -274,6 +274,24 @@ def test_regions_of_slices_are_one_operator(name: str) -> None:
     check(actual, model, inputs, cotangent, EPS)
 
 
+def _of_vectors(module: Slices, x: Tensor) -> Tensor:
+    """The scales of columns are functions of vectors, as in DoRA."""
+    pairs = zip(module.weights, module.biases, strict=True)
+    return x @ _products(module, [torch.tanh(w)[None] - b * b for w, b in pairs]).t()
+
+
+def test_functions_of_vectors_are_one_operator() -> None:
+    """All elements of a vector are one row."""
+    model, inputs = Slices(_of_vectors, RAGGED).to(DEVICE), [randn(MANY, WIDTH)]
+    cotangent = torch.randn_like(model(*inputs))
+    backend = Recorded()
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    actual = results(compiled, model, inputs, cotangent)
+    (counts,) = backend.counts
+    assert counts["slices"] == 1 and counts["one"] == 0
+    check(actual, model, inputs, cotangent, EPS)
+
+
 @pytest.mark.parametrize("name", ["separate tensors", "two results", "results in another order"])
 def test_gradients_of_slices_are_read_where_they_are(name: str) -> None:
     """They are neither concatenated nor copied before the backward."""
