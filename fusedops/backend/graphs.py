@@ -74,7 +74,8 @@ __all__ = [
 
 _Kind = TypeVar("_Kind")
 
-# Keys in `fx.Node.meta`. ``meta[BIAS]`` is true for a node that adds a bias to a matrix product.
+# Keys in `fx.Node.meta`. ``meta[BIAS]`` is true for a node that adds the bias of a product or a
+# convolution.
 BIAS = "fusedops_bias"
 # ``meta[REACHED]`` is, for each tensor of a region's operator, whether a gradient reaches it.
 REACHED = "fusedops_reached"

@@ -26,7 +26,7 @@ class Rewrite:
         graph: a graph of operators. PyTorch has not differentiated it yet.
         runner: what runs the nodes that are in no region: see `options`.
         measure: measures regions; None to predict all times.
-        sums: from each sum with a bias to the matrix product that it was split from.
+        sums: from each sum with a bias to the product or convolution that it was split from.
         results: the nodes that have replaced the outputs of regions. They are contiguous.
         restrided: from other nodes whose strides are not the model's to their values.
         reports: the reports of all regions.

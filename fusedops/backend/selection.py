@@ -524,7 +524,7 @@ def _why_eager(region: Region, needs: set[fx.Node]) -> str:
         return ""
     # A matrix product adds a bias in its own kernel, at no cost.
     if _is_of_products(region):
-        return "it adds a bias to a matrix product, and nothing more"
+        return "it adds a bias to a matrix product or a convolution, and nothing more"
     kernels = sum(map(_is_kernel, region.nodes))
     # The gradient of a vector, such as a norm's weight, is a sum over rows: another kernel.
     has_vector = 1 in map(Tensor.dim, tensors_of(region.inputs))
@@ -537,7 +537,7 @@ def _why_eager(region: Region, needs: set[fx.Node]) -> str:
 
 
 def _is_of_products(region: Region) -> bool:
-    """Whether matrix products add all of a region in their own kernels."""
+    """Whether matrix products and convolutions add all of a region."""
     return all(map(_is_free_in_products, region.nodes))
 
 

@@ -37,7 +37,7 @@ from ..regions import reduced_dims, set_dim
 from ..rewrite import Rewrite
 from ..symbols import have_hints
 
-__all__ = ["move_channels_last"]
+__all__ = ["move_channels_last", "to_last"]
 
 _PERMUTE = torch.ops.aten.permute.default
 _UNSQUEEZE = torch.ops.aten.unsqueeze.default
@@ -128,7 +128,7 @@ def _is_channels_last(node: fx.Node) -> bool:
     sizes, strides = map(hints, (value.shape, value.stride()))
     expected = 1
     # From the innermost dimension of the memory. Strides of one element mean nothing.
-    for dim in reversed(_to_last(value.dim())):
+    for dim in reversed(to_last(value.dim())):
         if sizes[dim] != 1 and strides[dim] != expected:
             return False
         expected *= sizes[dim]
@@ -138,7 +138,7 @@ def _is_channels_last(node: fx.Node) -> bool:
 # --- how it is moved ------------------------------------------------------------------------------
 
 
-def _to_last(rank: int) -> list[int]:
+def to_last(rank: int) -> list[int]:
     """The order of dimensions that puts the channels last: 0, 2, 3, 1."""
     return [0, *range(2, rank), 1]
 
@@ -176,7 +176,7 @@ def _move(
 
     args, kwargs = cast("Any", map_arg((node.args, node.kwargs), permuted))
     if name_of(node) == "expand":
-        args = (args[0], [args[1][dim] for dim in _to_last(rank)])
+        args = (args[0], [args[1][dim] for dim in to_last(rank)])
     result = graph.call_function(cast("Any", node.target), args, kwargs)
     result.meta.update(node.meta)
     if is_reduction:
@@ -185,7 +185,7 @@ def _move(
     new = result
     # A value without the reduced dimension has the model's order already.
     if value.dim() == rank:
-        result.meta["val"] = value.permute(_to_last(rank))
+        result.meta["val"] = value.permute(to_last(rank))
         new = graph.call_function(_PERMUTE, (result, _from_last(rank)))
         new.meta["val"] = value
         moved[new] = result
@@ -209,7 +209,7 @@ def _permuted(graph: fx.Graph, node: fx.Node, rank: int) -> fx.Node:
         return _view(graph, _VIEW, node, [channels])
     for _ in range(rank - value_of(node).dim()):
         node = _view(graph, _UNSQUEEZE, node, 0)
-    return _view(graph, _PERMUTE, node, _to_last(rank))
+    return _view(graph, _PERMUTE, node, to_last(rank))
 
 
 def _channels_alone(value: Tensor, rank: int) -> int:
