@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import fusedops
 from fusedops.backend.passes import loss_heads
-from fusedops.core.launches import launch
+from fusedops.core.launches import launch, tables
 from support import DEVICE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
@@ -162,6 +162,22 @@ def _renewed(inputs: Sequence[Tensor], make_inputs: Callable[[], list[Tensor]]) 
     with torch.no_grad():
         for held, new in zip(inputs, make_inputs(), strict=True):
             held.copy_(new)
+
+
+def test_tables_are_written_after_pytorch_has_filled_their_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under deterministic algorithms new memory is filled, on the stream that allocates it."""
+    monkeypatch.setattr(tables, "_arenas", {})
+    monkeypatch.setattr(tables, "_recorded_arenas", {})
+    device, numbers = torch.device("cuda", torch.cuda.current_device()), (3, 1, 2)
+    torch.cuda._sleep(10**8)  # the fill waits for it
+    with torch.cuda.stream(torch.cuda.Stream()):
+        plain = tables.gather(device.index, device, numbers, None).table
+        constant = tables.constants((*numbers, 11), device, torch.int64)
+    torch.cuda.synchronize()
+    assert plain.tolist() == [3, 1, 2]
+    assert constant.tolist() == [3, 1, 2, 11]
 
 
 @pytest.mark.parametrize("name", CASES)

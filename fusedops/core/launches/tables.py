@@ -56,9 +56,21 @@ class Addresses:
 
 
 def _allocated(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Returns memory that belongs to no graph: another thread's allocations never do."""
+    """Returns memory that belongs to no graph: another thread's allocations never do.
+
+    That thread's stream may still have work on the memory, such as PyTorch's fill of new memory
+    under deterministic algorithms. The current stream waits for it.
+    """
+
+    def allocate() -> tuple[Tensor, torch.cuda.Event | None]:
+        memory = torch.empty(count, dtype=dtype, device=device)
+        return memory, torch.cuda.current_stream(device).record_event() if memory.is_cuda else None
+
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(lambda: torch.empty(count, dtype=dtype, device=device)).result()
+        memory, event = pool.submit(allocate).result()
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)
+    return memory
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,6 +127,7 @@ class _Recorded(_Arena):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.stream = torch.cuda.Stream(device, priority=-1)
+        self.stream.wait_stream(torch.cuda.current_stream(device))
 
 
 # An arena for each thread and stream, and one for each device.
