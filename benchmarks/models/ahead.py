@@ -14,7 +14,7 @@ from .. import providers as operator_providers
 from .. import warm
 from ..fresh import Worker
 from . import measuring
-from .providers import COMPILING, contender
+from .providers import STARTING, contender
 from .runner import Work, free
 from .text import Text
 from .workloads import Workload
@@ -44,7 +44,7 @@ def compile_ahead(
     for item in work:
         # In these modes shapes change, so the compiled models would not be used.
         if item.workload.mode not in ("generate", "loss"):
-            todo += [(item.workload, name) for name in item.providers if name in COMPILING]
+            todo += [(item.workload, name) for name in item.providers if name in STARTING]
     if not todo:
         return 0, 0
     warm.settle_compiler()

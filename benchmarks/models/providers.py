@@ -29,6 +29,7 @@ __all__ = [
     "OURS",
     "PROVIDERS",
     "REST",
+    "STARTING",
     "WITHOUT_TRICK",
     "Contender",
     "applies",
@@ -328,6 +329,8 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     **{name: partial(_fused, exclude=[trick]) for name, (trick, _) in WITHOUT_TRICK.items()},
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
+# Their first step takes many seconds: they trace graphs, or compile kernels for them.
+STARTING = tuple([n for n in PROVIDERS if n in COMPILING or n.startswith("fused") or n in REST])
 # A run must have rows of these providers. Rows of peers may be missing.
 OURS = frozenset(
     name for name in PROVIDERS if name.startswith(("fused", "operators", "backend", *REST))
