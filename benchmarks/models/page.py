@@ -29,11 +29,9 @@ _NAMES = {
     "eager": "eager",
     "backend": "`fusedops.compile`",
     "fused": "fused",
-    "fused_compile": "fused + torch.compile",
     "compile": "torch.compile",
     "liger": "Liger-Kernel",
     "compile_autotune": "torch.compile, max-autotune",
-    "fused_backend": "fused + `fusedops.compile`",
     "operators": "operators written in",
     "fused_loss": "fused + loss of hidden states",
     "backend_loss": "`fusedops.compile` + loss of hidden states",
@@ -47,7 +45,7 @@ _NAMES = {
     "operators_compile_reduce_overhead": "operators written in + torch.compile, reduce-overhead",
 }
 # The columns of each page's first table. Few workloads have the others, which have a table of their own.
-_FIRST_COLUMNS = ("eager", "backend", "fused", "fused_compile", "compile", "liger")
+_FIRST_COLUMNS = ("eager", "backend", "fused", "compile", "liger")
 # In the table of other forms, to compare with.
 _BASE_COLUMNS = ("eager", "backend", "compile")
 _OURS_ALONE = {"backend": "`fusedops.compile`", "fused": "`fuse_model` alone"}
@@ -84,8 +82,8 @@ _MODEL_NAMES = {
 _HEAD = """# Whole models: figures
 
 [`fusedops.compile`](compile.md) and [`fuse_model`](models.md) beside eager PyTorch, torch.compile and Liger-Kernel, on models of
-Transformers and by hand, with random weights. "fused" is `fuse_model`, timed when modules called operators one by
-one, before it ran [graphs](rest_figures.md).
+Transformers and by hand, with random weights. "fused" is `fuse_model`. In prefill and decoding it is as it is now; in the other
+modes it was timed when modules called operators one by one, before it ran [graphs](rest_figures.md).
 `python -m benchmarks models --page` writes this page from the results file."""
 
 _HOW = """## How it is measured
@@ -106,9 +104,8 @@ _HOW = """## How it is measured
 - **Models.** All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 if the model has
   dropout. Llama has none; for ViT, whose config has 0, it is set to 0.1. A training step has no optimizer, and a forward returns
   no keys and values.
-- **torch.compile** compiles the whole model in its default mode. "fused + torch.compile" is
-  `fuse_model(model, compile_rest=True)`. With PyTorch 2.11, a BERT or ViT that is only compiled gets a mask that rules out
-  PyTorch's fused attention. Generation is not compiled: its cache grows by one token per step, and each size
+- **torch.compile** compiles the whole model in its default mode. With PyTorch 2.11, a BERT or ViT that is only compiled gets a
+  mask that rules out PyTorch's fused attention. Generation is not compiled: its cache grows by one token per step, and each size
   would be compiled.
 - **Liger-Kernel** patches Llama, Qwen 3 and Gemma 2, with its own loss of hidden states, and none of the other models.
 
@@ -116,7 +113,7 @@ To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:
 
 ```
 python -m benchmarks models --provider eager --provider fused --provider liger
-python -m benchmarks models --provider compile --provider fused_compile --provider backend --provider fused_backend
+python -m benchmarks models --provider compile --provider backend
 python -m benchmarks models --model t5 --mode generate --provider fused --provider fused_without_one_token
 python -m benchmarks models --model dlrm                       # also with operators written in, and with CUDA graphs
 python -m benchmarks models --loss
@@ -131,8 +128,7 @@ _SUPERSEDES = {"llama_1b": "llama"}
 # Notes on providers and models. The page has a note if it has rows of the provider or model.
 _NOTES = {
     "compile_autotune": 'Max-autotune is `torch.compile(mode="max-autotune-no-cudagraphs")`.',
-    "backend": '`fusedops.compile` is `torch.compile(backend="fusedops")` on the whole model; behind fused, on what '
-    "`fuse_model` has left.",
+    "backend": '`fusedops.compile` is `torch.compile(backend="fusedops")` on the whole model.',
     "fused_loss": "With a loss of hidden states, the model's forward calls `fusedops.linear_cross_entropy` on what its last "
     "norm returns. The others have whole logits, except Liger-Kernel, whose loss has chunks too.",
     "llama_1b": "Llama-3.2-like has Llama 3.2's vocabulary of 128,256 words; the Llama-like model has 32,000.",
@@ -237,7 +233,6 @@ def summary(path: Path) -> str:
     names = {
         "backend": _NAMES["backend"],
         "fused": "`fuse_model`",
-        "fused_compile": "both",
         "compile": "torch.compile",
         "liger": "Liger-Kernel",
     }
@@ -333,7 +328,7 @@ def compiled(path: Path, first_calls: Path) -> str:
     In brackets are the speed-ups over torch.compile in the same run. A second table has the seconds
     to compile, if they were measured.
     """
-    names = ("backend", "compile", "fused_compile")
+    names = ("backend", "compile")
     compared: Workloads = []
     for workload, by_provider in _ordered(row for row in read(path) if row.mode == "train"):
         if "compile" not in by_provider or "backend" not in by_provider:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fusedops
-from fusedops.backend.blocks import repeated_blocks
 from fusedops.backend.entry import backend
 
 from .text import Text
@@ -28,7 +27,6 @@ __all__ = [
     "COMPILING",
     "OURS",
     "PROVIDERS",
-    "REST",
     "STARTING",
     "WITHOUT_TRICK",
     "Contender",
@@ -206,20 +204,6 @@ def _compile(model: nn.Module, **options: Any) -> Context:
     return nullcontext
 
 
-def _fused_backend(model: nn.Module) -> Context:
-    """Fuses the model by rules, and compiles the rest with the backend."""
-    _fused(model)
-    return _compile(model, backend=backend)
-
-
-def _eager_blocks(model: nn.Module) -> Context:
-    """Changes the leaves outside of the repeated blocks, which it compiles without Inductor."""
-    blocks = [name for name, _ in repeated_blocks(model)]
-    fusedops.fuse_model(model, exclude=blocks, graph=False)
-    fusedops.compile_blocks(model, rest="eager")
-    return nullcontext
-
-
 def _operators(model: Any) -> Context:
     """Writes operators of fusedops into a model that has a form with them."""
     if not hasattr(model, "use_operators"):
@@ -299,13 +283,6 @@ _OF_MEMORY: dict[str, Callable[..., Context]] = {
     f"backend_{memory}": partial(_compile, backend=backend, options={"fusedops.memory": memory})
     for memory in ("speed", "low")
 }
-# What `fuse_model` compares with: leaves alone, and `fusedops.compile` without Inductor, of the whole
-# model and of its blocks.
-REST: dict[str, Callable[..., Context]] = {
-    "leaves": partial(_fused, graph=False),
-    "rest_eager": partial(_compile, backend=backend, options={"fusedops.rest": "eager"}),
-    "blocks_eager": _eager_blocks,
-}
 # The same with this package's loss of hidden states, which the model calls itself.
 _OF_HIDDEN_STATES: dict[str, Callable[..., Context]] = {
     "fused_loss": partial(_with_loss, provider=_fused),
@@ -321,25 +298,23 @@ PROVIDERS: dict[str, Callable[[nn.Module], Context]] = {
     **_COMPILED,
     **_OF_MEMORY,
     **_OF_HIDDEN_STATES,
-    **REST,
+    "leaves": partial(_fused, graph=False),
     "compile_autotune": partial(_compile, mode="max-autotune-no-cudagraphs"),
-    "fused_compile": partial(_fused, compile_rest=True),
-    "fused_backend": _fused_backend,
     **_REPLAYING,
     **{name: partial(_fused, exclude=[trick]) for name, (trick, _) in WITHOUT_TRICK.items()},
 }
 COMPILING = tuple([name for name in PROVIDERS if "compile" in name or "backend" in name])
 # Their first step takes many seconds: they trace graphs, or compile kernels for them.
-STARTING = tuple([n for n in PROVIDERS if n in COMPILING or n.startswith("fused") or n in REST])
+STARTING = (*COMPILING, *[name for name in PROVIDERS if name.startswith(("fused", "leaves"))])
 # A run must have rows of these providers. Rows of peers may be missing.
 OURS = frozenset(
-    name for name in PROVIDERS if name.startswith(("fused", "operators", "backend", *REST))
+    name for name in PROVIDERS if name.startswith(("fused", "leaves", "operators", "backend"))
 )
 _WITH_OPERATORS = frozenset(name for name in PROVIDERS if name.startswith("operators"))
 _WITH_LOSS = frozenset(_OF_HIDDEN_STATES)
 # Measured only if they are named.
 _ON_REQUEST = frozenset(
-    {*WITHOUT_TRICK, *_OF_MEMORY, *REST, "backend_loss_speed", "backend_loss_low"}
+    {*WITHOUT_TRICK, *_OF_MEMORY, "leaves", "backend_loss_speed", "backend_loss_low"}
 )
 _WITH_LIGER = frozenset(("llama", "llama_1b", "llama_8b", "qwen3", "gemma2"))
 _OF_SERVING = ("eager", "fused", "liger", "compile", "backend", *list(_REPLAYING)[:2])

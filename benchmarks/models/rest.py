@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..zoo import registry
-from .providers import REST
 from .results import Row, by_workload, read
 from .runner import Work
 from .workloads import MODES, Workload, named, workloads
@@ -17,33 +16,39 @@ __all__ = ["markdown", "stages", "table", "workloads_of"]
 _MODELS, _ZOO = ("bert", "gpt2", "t5", "llama_1b", "vit"), ("modernbert", "whisper")
 # The sizes that are left out: of each model one large batch is compared.
 _LEFT = {("bert", (64, 512))}
-_EAGER = ("eager", *REST, "fused")
+_EAGER = ("eager", "leaves", "fused")
 # In generation the cache grows, and Inductor would compile several of its sizes.
 _COMPILED = ("compile", "backend")
-# Behind this part of a step a provider is slower, and not equal.
+# How `fuse_model` was chosen to run a model as a graph. They are not measured any more.
+_CANDIDATES = ("rest_eager", "blocks_eager", "modules")
+# Behind this part of a step a graph is slower than modules, and not equal.
 _MARGIN = 0.03
 
 _HEAD = """# Without Inductor: figures
 
-What runs a model without Inductor, on an H200: milliseconds per step, and in brackets the host's. Of a row, `rest_eager` and
-`fused` are from one run, in which the candidates take turns, and their quotient is in the last column: above 1,
-[`rest="eager"`](compile.md#without-inductor) is faster than [`fuse_model`](models.md).
+What runs a model without Inductor, on an H200: milliseconds per step, and in brackets the host's. How it is measured is on the
+page of [whole models](model_figures.md#how-it-is-measured). ModernBERT and Whisper have the layers of the [zoo](zoo.md).
+Training is under bf16 autocast. `python -m benchmarks models --rest --page` writes this page from the results file."""
+_NOW = """## fuse_model
 
 | column | what it is |
 |---|---|
 | `eager` | the model as it is |
-| `leaves` | `fuse_model` with leaves alone: norms and activations |
-| `fused` | `fuse_model` |
-| `rest_eager` | `fusedops.compile(model, rest="eager")` |
-| `blocks_eager` | `fusedops.compile_blocks(model, rest="eager")`, and leaves outside of the blocks |
-| `compile`, `backend` | torch.compile, and `fusedops.compile` |
+| `leaves` | `fuse_model(model, graph=False)`: norms and activations alone |
+| `fused` | `fuse_model(model)`, which is what [`rest="eager"`](compile.md#without-inductor) is |
+| `compile`, `backend` | torch.compile, and `fusedops.compile` |"""
+_THEN = """## The decision
 
-How it is measured is on the page of [whole models](model_figures.md#how-it-is-measured). ModernBERT and Whisper have the layers
-of the [zoo](zoo.md). Training is under bf16 autocast. `python -m benchmarks models --rest --page` writes this page from the
-results file.
+[`fuse_model`](models.md) once gave each module that has a rule an operator of its own, and read the code of others. These
+figures decided that it runs a model as one graph. Of a row, all are from one run, in which the candidates take turns.
 
-`leaves` and `fused` were timed when modules called operators one by one, and `leaves` had gated units, too. Since then `fuse_model`
-runs a model as `rest_eager` does."""
+| column | what it is |
+|---|---|
+| `rest_eager` | the whole model as a graph |
+| `blocks_eager` | the repeated blocks as graphs, and norms and activations outside of them by rules |
+| `modules` | modules by rules |
+
+The last column is the time of `modules` over that of `rest_eager`: above 1, the graph is faster."""
 
 
 def workloads_of(
@@ -79,20 +84,24 @@ def stages(chosen: Sequence[Workload], wanted: Sequence[str] = ()) -> list[list[
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Returns a table in Markdown, with a line for each workload.
+    """Returns a table in Markdown of what `stages` measures, with a line for each workload."""
+    return _table(rows, (*_EAGER, *_COMPILED), {})
 
-    The last column is the time of ``fused`` over that of ``rest_eager``: above 1, ``rest_eager`` is
-    faster.
-    """
-    by_key = by_workload(rows)
+
+def _table(
+    rows: Iterable[Row],
+    providers: Sequence[str],
+    extra: Mapping[str, Callable[[Mapping[str, Row]], str]],
+) -> str:
+    """Returns a table of some providers, with further columns: their cell is a function of a row."""
+    by_key = by_workload(row for row in rows if row.provider in providers)
     present = {name for by_provider in by_key.values() for name in by_provider}
-    names = [name for name in (*_EAGER, *_COMPILED) if name in present]
-    head = ["model", "mode", "shape", *names, "fused / rest_eager"]
+    names = [name for name in providers if name in present]
+    head = ["model", "mode", "shape", *names, *extra]
     lines = [head, ["---"] * len(head)]
-    lines += [
-        [*key, *[_cell(by_provider.get(name)) for name in names], _ratio(by_provider)]
-        for key, by_provider in by_key.items()
-    ]
+    for key, by_provider in by_key.items():
+        cells = [_cell(by_provider.get(name)) for name in names]
+        lines.append([*key, *cells, *[cell(by_provider) for cell in extra.values()]])
     return "\n".join([f"| {' | '.join(line)} |" for line in lines])
 
 
@@ -103,13 +112,13 @@ def _cell(row: Row | None) -> str:
     return f"{row.ms:.2f}{host}"
 
 
-def _ratio(by_provider: dict[str, Row]) -> str:
-    """Returns the quotient of two times, marked where ``rest_eager`` is slower."""
-    rows = map(by_provider.get, ("fused", "rest_eager"))
-    fused, rest = [None if row is None else row.ms for row in rows]
-    if not fused or not rest:
+def _ratio(by_provider: Mapping[str, Row]) -> str:
+    """Returns the quotient of two times, marked where the graph is slower."""
+    rows = map(by_provider.get, ("modules", "rest_eager"))
+    modules, graph = [None if row is None else row.ms for row in rows]
+    if not modules or not graph:
         return ""
-    quotient = fused / rest
+    quotient = modules / graph
     return f"{quotient:.3f}" + (" (slower)" if quotient < 1 - _MARGIN else "")
 
 
@@ -119,4 +128,6 @@ def markdown(path: Path) -> str:
     if not rows:
         return f"{_HEAD}\n\nNothing has been measured yet.\n"
     versions = sorted({f"{row.torch}, Triton {row.triton}, commit {row.commit}" for row in rows})
-    return f"{_HEAD}\n\nPyTorch {'; '.join(versions)}.\n\n{table(rows)}\n"
+    then = _table(rows, _CANDIDATES, {"modules / rest_eager": _ratio})
+    parts = [_HEAD, f"PyTorch {'; '.join(versions)}.", _NOW, table(rows), _THEN, then]
+    return "\n\n".join(parts) + "\n"

@@ -173,18 +173,16 @@ def test_model_with_nothing_to_fuse_is_an_error():
 
 @transformers_only
 @pytest.mark.parametrize(
-    ("name", "fused", "compiler"),
+    ("name", "compiler"),
     [
-        pytest.param("compile", False, "inductor", marks=pytest.mark.full),
-        ("compile_autotune", False, "inductor, max_autotune"),
-        ("fused_compile", True, "ours"),
-        pytest.param("backend", False, "ours", marks=pytest.mark.full),
-        ("fused_backend", True, "ours"),
-        ("compile_reduce_overhead", False, "inductor, triton.cudagraphs"),
-        ("backend_reduce_overhead", False, "ours, reduce-overhead"),
+        pytest.param("compile", "inductor", marks=pytest.mark.full),
+        ("compile_autotune", "inductor, max_autotune"),
+        pytest.param("backend", "ours", marks=pytest.mark.full),
+        ("compile_reduce_overhead", "inductor, triton.cudagraphs"),
+        ("backend_reduce_overhead", "ours, reduce-overhead"),
     ],
 )
-def test_provider_uses_the_compiler_of_its_name(name, fused, compiler, monkeypatch, fresh_dynamo):
+def test_provider_uses_the_compiler_of_its_name(name, compiler, monkeypatch, fresh_dynamo):
     """As Inductor takes seconds for a graph, the compilers are replaced."""
     calls = []
 
@@ -202,7 +200,6 @@ def test_provider_uses_the_compiler_of_its_name(name, fused, compiler, monkeypat
         ),
     )
     built = contender(name, tiny("bert", "infer"), CPU, TEXT.reseeded(0))
-    assert any(hasattr(type(m), "_fusedops_original") for m in built.model.modules()) == fused
     built.step()
     assert calls == [compiler]
 
@@ -405,7 +402,7 @@ def test_compiled_contenders_are_measured_after_the_others():
     first, second = runner.stages(workloads(["bert", "gpt2"], ["train"]))
     assert not {name for work in first for name in work.providers} & set(COMPILING)
     assert {name for work in second for name in work.providers} <= set(COMPILING)
-    assert {"compile", "fused_compile", "backend"} <= set(second[0].providers)
+    assert {"compile", "backend"} <= set(second[0].providers)
 
 
 @transformers_only
@@ -430,9 +427,7 @@ def test_failing_provider_is_named_and_fails_the_run_if_ours(tmp_path, monkeypat
 
 def test_ways_to_run_the_rest_are_compared_on_models_of_both_commands():
     first, second = rest.stages(rest.workloads_of())
-    assert {work.providers for work in first} == {
-        ("eager", "leaves", "rest_eager", "blocks_eager", "fused")
-    }
+    assert {work.providers for work in first} == {("eager", "leaves", "fused")}
     assert {work.providers for work in second} == {("compile", "backend")}
     # Inductor would compile each size of a cache that grows.
     assert {work.workload.mode for work in first} - {work.workload.mode for work in second} == {
@@ -469,13 +464,17 @@ def test_table_of_the_rest_marks_what_is_slower_by_more_than_the_margin(tmp_path
     results.write(
         path,
         [
-            row("fused", 10.0),
+            row("eager", 20.0),
+            row("fused", 9.0),
+            row("modules", 10.0),
             row("rest_eager", 10.2),
-            replace(row("fused", 10.0), mode="infer"),
+            replace(row("modules", 10.0), mode="infer"),
             replace(row("rest_eager", 10.4), mode="infer"),
         ],
     )
-    infer, train = rest.markdown(path).strip().splitlines()[-2:]
+    now, _, then = rest.markdown(path).partition("## The decision")
+    assert now.strip().endswith("\n| bert | train | 32x512 | 20.00 (5.0) | 9.00 (5.0) |")
+    infer, train = then.strip().splitlines()[-2:]
     assert train == "| bert | train | 32x512 | 10.20 (5.0) | 10.00 (5.0) | 0.980 |"
     assert infer == "| bert | infer | 32x512 | 10.40 (5.0) | 10.00 (5.0) | 0.962 (slower) |"
 
@@ -527,14 +526,14 @@ def test_summary_has_the_larger_vocabulary(tmp_path):
     text = measured("llama_1b", eager=8.0)
     assert "| Llama-like, 1B" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("| Llama-3.2-like")]
-    assert line.endswith("| 8.0 | **4.00** | 2.00 |  |  |  |")
+    assert line.endswith("| 8.0 | **4.00** | 2.00 |  |  |")
 
 
 def test_summary_marks_the_fastest_and_the_page_names_faster_peers(tmp_path):
     path = tmp_path / "models_nvidia_h200.csv"
     results.write(path, [row(), row("fused", 8.0), row("compile", 12.5), row("liger", 5.0)])
     case = "BERT-base, 32\u00a0\u00d7\u00a0512"
-    assert f"| {case} | 10.0 |  | 1.25 |  | 0.80 | **2.00** |" in page.summary(path)
+    assert f"| {case} | 10.0 |  | 1.25 | 0.80 | **2.00** |" in page.summary(path)
     line = f"- Liger-Kernel is faster than `fuse_model` alone on {case}.\n"
     assert line in page.markdown(path)
     results.write(path, [row("liger", 9.0), row("backend", 7.0)])
@@ -610,10 +609,9 @@ def test_compiled_steps_of_one_run_are_compared(tmp_path):
     path, missing = tmp_path / "models_nvidia_h200.csv", tmp_path / "compile_nvidia_h200.csv"
     results.write(path, [row("compile", 8.0, gpu_ms=7.0), row("backend", 4.0, commit="other")])
     assert page.compiled(path, missing) == "Nothing has been measured yet."
-    other = row("fused_compile", 9.0, commit="other")
-    results.write(path, [row("backend", 4.0, 500.0, gpu_ms=3.5), other])
+    results.write(path, [row("backend", 4.0, 500.0, gpu_ms=3.5)])
     line = page.compiled(path, missing).splitlines()[2]
-    times = "**4.00 ± 0.10 (2.00)** | 8.00 ± 0.10 |  | 3.50 (2.00) | 7.00"
+    times = "**4.00 ± 0.10 (2.00)** | 8.00 ± 0.10 | 3.50 (2.00) | 7.00"
     assert line.endswith(f" | {times} | 500 | 1000 |")
 
 
