@@ -13,6 +13,7 @@ from torch import nn
 from ..backend.entry import explain
 from ..backend.options import EAGER, INDUCTOR
 from ..backend.report import CompileReport
+from ..core.launches import launch
 from . import classes, eligibility
 from . import graph as graphs
 from .report import FUSED, NO_RULE, NOT_FUSED, FusionReport, ModuleReport
@@ -155,9 +156,8 @@ def _judged(
     model: nn.Module, first: tuple[Rule | Family, ...], excluded: _Excluded, rest: str
 ) -> dict[nn.Module, Verdict]:
     """Return the verdict of each module; see `_fused`."""
-    units: list[nn.Module] = []
-    if rest and graphs.GRAPH not in excluded.rules:
-        units = list(graphs.units(model, excluded.modules))
+    has_graphs = bool(rest) and graphs.GRAPH not in excluded.rules
+    units = list(graphs.units(model, excluded.modules)) if has_graphs else []
     inside = set(itertools.chain.from_iterable(unit.modules() for unit in units))
     verdicts = {}
     for module in model.modules():
@@ -168,6 +168,10 @@ def _judged(
             verdicts[module] = _within_graph(verdict, first)
         else:
             verdicts[module] = _judge(module, (*first, *RULES), excluded.rules)
+            # Without the excluded modules in it, it would be in a graph.
+            is_divided = has_graphs and graphs.can_be_unit(module)
+            if is_divided and verdicts[module].reason == NO_RULE:
+                verdicts[module] = Verdict(None, "excluded in part")
     for unit in units:
         verdicts[unit] = _verdict_of_unit(unit, verdicts[unit], rest)
     return verdicts
@@ -332,13 +336,29 @@ def _report(model: nn.Module, verdicts: Mapping[nn.Module, Verdict]) -> FusionRe
     units: dict[nn.Module, str] = {}
     names = {module: name for name, module in model.named_modules()}
     for unit, name in names.items():
-        if graphs.is_unit(verdicts[unit].rule):
+        if graphs.is_unit(verdicts[unit].rule) or _is_unit_already(unit, verdicts[unit]):
             units.update(dict.fromkeys(unit.modules(), name))
             del units[unit]
     lines = []
     for module, name in names.items():
         lines.append(_line(name, module, verdicts[module], units.get(module)))
-    return FusionReport(tuple(lines))
+    report = FusionReport(tuple(lines))
+    return replace(report, hints=_hints(model)) if report else report
+
+
+def _hints(model: nn.Module) -> tuple[str, ...]:
+    """Return a remark if no kernel runs where a model is."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    devices = sorted({tensor.device.type for tensor in tensors})
+    if not devices or any(map(launch.runs_kernels, devices)):
+        return ()
+    return (f"calls on {' and '.join(devices)} run PyTorch's operators: kernels run on a GPU",)
+
+
+def _is_unit_already(module: nn.Module, verdict: Verdict) -> bool:
+    """Whether a module was made a unit before."""
+    cls: Any = type(module)
+    return verdict.reason == FUSED and graphs.is_unit(cls._fusedops_rule)
 
 
 def _line(name: str, module: nn.Module, verdict: Verdict, unit: str | None) -> ModuleReport:

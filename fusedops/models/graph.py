@@ -39,6 +39,7 @@ __all__ = [
     "FEW_ROWS",
     "GRAPH",
     "beside",
+    "can_be_unit",
     "forget",
     "is_unit",
     "rest_of",
@@ -60,14 +61,14 @@ _compiled = weakref.WeakKeyDictionary()
 
 def units(model: nn.Module, excluded: Collection[nn.Module]) -> Iterator[nn.Module]:
     """Yield the largest modules of a model that can be units, without excluded modules in them."""
-    if _can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):
+    if can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):
         yield model
     elif model not in excluded:
         for child in model.children():
             yield from units(child, excluded)
 
 
-def _can_be_unit(module: nn.Module) -> bool:
+def can_be_unit(module: nn.Module) -> bool:
     """Whether a module has parts, and a forward of its class, which a fused class can replace."""
     # A parametrization has changed the class already.
     if "parametrizations" in module._modules or "forward" in vars(module):

@@ -141,7 +141,7 @@ class FusionReport:
         modules = len(self.modules)
         if not any(map(_is_in_graph, self.modules)):
             return f"{sum(map(_is_fused, self.modules))} of {modules} modules call fused operators"
-        run = [module for module in self.modules if module.fused or _is_in_graph(module)]
+        run = [m for m in self.modules if m.fused or _is_in_graph(m) or m.reason == FUSED]
         return f"{len(run)} of {modules} modules are in graphs or call fused operators"
 
     def _kind_lines(self) -> list[str]:
@@ -221,7 +221,7 @@ def _is_left_with_reason(module: ModuleReport) -> bool:
     """Whether the module is left for another reason than the user's or that no rule matches."""
     if module.replaced or not _is_shown(module):
         return False
-    return not module.reason.startswith("excluded")
+    return not module.reason.startswith(("excluded", FUSED))
 
 
 def _is_only_counted(module: ModuleReport) -> bool:
@@ -236,6 +236,8 @@ def _width(rows: Iterable[tuple[str, ...]], column: int) -> int:
 def _outcome(module: ModuleReport) -> str:
     if module.replaced:
         return module.calls
+    if module.reason == FUSED:
+        return FUSED
     return "in the graph" if _is_in_graph(module) else f"left: {module.reason}"
 
 

@@ -276,7 +276,7 @@ def test_modules_that_the_inputs_do_not_reach_are_reported_as_unchecked() -> Non
     assert [m.name for m in report.unchecked] == ["idle"]
     lines = report.table().splitlines()
     assert lines[3].split() == ["idle", "LayerNorm", "layer_norm", "(not", "checked)"]
-    assert lines[-1] == "not checked, as the inputs do not reach them: 1"
+    assert "not checked, as the inputs do not reach them: 1" in lines
     assert not fusedops.fuse_model(Idle(), graph=False).unchecked
 
 

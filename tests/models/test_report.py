@@ -176,20 +176,28 @@ def test_bad_exclude_is_an_error_and_fuses_nothing(
 
 def test_printed_report_has_a_line_for_each_kind_of_module() -> None:
     """A notebook displays the same text."""
-    report = fusedops.fuse_model(_model(), exclude=["1.linear", "2"])
+    model = _model()
+    report = fusedops.fuse_model(model, exclude=["1.linear", "2"])
     assert str(report) == repr(report)
-    assert str(report).splitlines() == [
+    lines = str(report).splitlines()
+    assert lines == [
         "6 of 10 modules are in graphs or call fused operators",
-        "  1 x _Block     operators in the regions of its graph; fusion_status(model, *inputs) lists them",
-        "  1 x LayerNorm  layer_norm, where no graph runs",
-        "  1 x GELU       gelu, where no graph runs",
-        "  1 x LayerNorm  layer_norm",
-        "  1 x GELU       gelu",
-        "  1 x Linear     left: excluded",
-        "  1 x RMSNorm    left: excluded",
-        "2 left as they are: no rule matches",
+        "  1 x _Block      operators in the regions of its graph; fusion_status(model, *inputs) lists them",
+        "  1 x LayerNorm   layer_norm, where no graph runs",
+        "  1 x GELU        gelu, where no graph runs",
+        "  1 x LayerNorm   layer_norm",
+        "  1 x GELU        gelu",
+        "  1 x Sequential  left: excluded in part",
+        "  1 x _Block      left: excluded in part",
+        "  1 x Linear      left: excluded",
+        "  1 x RMSNorm     left: excluded",
+        "calls on cpu run PyTorch's operators: kernels run on a GPU",
         "table() has a line for each module",
     ]
+    again = fusedops.fuse_model(model, exclude=["1.linear", "2"])
+    assert not again
+    first, *rest = str(again).splitlines()
+    assert first == lines[0] and "  1 x _Block      fused already" in rest
     without = fusedops.fuse_model(_model(), graph=False)
     assert str(without).splitlines()[0] == "5 of 10 modules call fused operators"
 
