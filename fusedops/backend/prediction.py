@@ -345,20 +345,26 @@ def follows_larger_reduction(region: Region, selected: Collection[fx.Node]) -> b
     return False
 
 
-def of_slices(regions: Sequence[Region], selected: Collection[fx.Node]) -> Works:
+def of_slices(
+    regions: Sequence[Region], needs: Collection[fx.Node], selected: Collection[fx.Node]
+) -> Works:
     """The work of regions that are one operator, or that Inductor fuses with their neighbours.
 
     Args:
         regions: the regions, of elements alone.
+        needs: the nodes whose values have gradients.
         selected: the nodes of the regions that become operators.
     """
     members = {node for region in regions for node in region.nodes}
+    # The operator reads the rows from the tables, as Inductor's kernel would.
+    lookups = {node for region in regions for node in region.inputs if name_of(node) == "embedding"}
+    read = {node for node in lookups if node not in needs and members.issuperset(node.users)}
     operator, inductor = Work(kernels=1, calls=1), Work()
     for region in regions:
         moved = sum(map(bytes_of, [*filter(is_tensor, region.inputs), *region.outputs]))
         operator = operator.plus(Work(moved), _SLICED)
         inductor = inductor.plus(Work(moved, kernels=1))
-        inductor = inductor.plus(_of_fusions(region, members, (), selected), -1)
+        inductor = inductor.plus(_of_fusions(region, members, (), read.union(selected)), -1)
     return Works(operator, inductor)
 
 

@@ -178,7 +178,8 @@ class Selector:
         for group in former.form(regions):
             if len(group.members) < LEAST_ALIKE or not _has_columns(group.region):
                 continue
-            times = prediction.of_slices(group.members, selected).times(_machine_of(group.region))
+            works = prediction.of_slices(group.members, self.needs, selected)
+            times = works.times(_machine_of(group.region))
             if times.operator >= times.inductor:
                 continue
             for region in group.members:

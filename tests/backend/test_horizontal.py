@@ -409,6 +409,16 @@ def test_regions_without_sums_are_left_where_they_do_not_pay(name: str) -> None:
     assert backend.counts[0]["slices"] == 0 and backend.counts[0]["one"] == 0
 
 
+def test_slices_of_looked_up_rows_are_one_operator_in_inference() -> None:
+    """The operator reads the rows from the tables, as the kernels of the look-ups would."""
+    (_, make_inputs), model, backend = _LEFT["look-ups"], Lookups().to(DEVICE), Recorded()
+    (ids,) = make_inputs()
+    with torch.no_grad():
+        result = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(ids)
+        torch.testing.assert_close(result, model(ids))
+    assert backend.counts[0]["slices"] == 1
+
+
 def test_large_slices_without_sums_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel is launched in little time beside what slices move."""
     seconds = prediction.RATES.moved * MANY * WIDTH * 4 / 3 / prediction.H200.bandwidth
