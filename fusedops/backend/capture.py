@@ -39,12 +39,16 @@ from .fx import (
     NESTED,
     OPERATORS,
     OWN_DERIVATIVE,
+    Opaque,
     as_fake,
     conversion,
     copy_sources,
     has_own_derivative,
+    is_applied,
     is_pure,
+    is_record,
     is_traceable_subclass,
+    keeping_attention,
     leaves,
     may_save_changed_inputs,
     recorded_attribute,
@@ -75,9 +79,16 @@ __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "copy_metadata"]
 
 RewriteBody = Callable[[fx.GraphModule], fx.GraphModule]
 
-# Functions of other libraries without an effect that a graph would have to repeat.
+# Functions of other libraries without an effect that a graph would have to repeat. The last two are
+# those of `torch.nn.attention.sdpa_kernel`: a capture records the attention that they select.
 WITHOUT_EFFECT = frozenset(
-    {"_are_functorch_transforms_active", "_log_api_usage_once", "lazy_load_decompositions"}
+    {
+        "_are_functorch_transforms_active",
+        "_log_api_usage_once",
+        "lazy_load_decompositions",
+        "_backend_from_string",
+        "_sdpa_kernel",
+    }
 )
 
 # The functions of `operator` that write into their first argument. Methods and other functions that
@@ -147,7 +158,7 @@ def _captured(
         modes.append(local_calls)
         capture = _Capture(gm, rewrite_body, Constants(constants), local_calls)
         try:
-            with local_calls or nullcontext():
+            with local_calls or nullcontext(), keeping_attention():
                 return capture.run(*args)
         finally:
             # The capture may fail within a block of autocast. The graph is then left to Inductor,
@@ -239,6 +250,8 @@ def _is_known(target: Any) -> bool:
     if target in GRAD_MODES | AUTOCASTS:
         return True
     if function_of(target) is not None or is_pure(target) or conversion(target):
+        return True
+    if is_record(target) or is_applied(target):
         return True
     return getattr(target, "__name__", "") in WITHOUT_EFFECT
 
@@ -437,6 +450,9 @@ class _Capture(fx.Interpreter):
             return self._autocast(target, *args)
         if isinstance(target, HIGHER_ORDER):
             return self._one_node(target, args, kwargs)
+        if is_applied(target):
+            opaque = Opaque(target, args, kwargs)
+            return self._one_node(opaque, opaque.tensors, {})
         if self.local_calls is not None and conversion(target):
             return self.local_calls.converted(conversion(target), target, args, kwargs)
         if target is F.scaled_dot_product_attention and not has_dtensors(args):

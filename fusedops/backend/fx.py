@@ -33,6 +33,7 @@ __all__ = [
     "OWN_DERIVATIVE",
     "Called",
     "JointPass",
+    "Opaque",
     "aliased_arguments",
     "as_fake",
     "aten_name",
@@ -47,13 +48,16 @@ __all__ = [
     "copy_sources",
     "draws",
     "has_own_derivative",
+    "is_applied",
     "is_erased",
     "is_pointwise",
     "is_pure",
+    "is_record",
     "is_recorded",
     "is_tangent",
     "is_traceable_subclass",
     "is_view",
+    "keeping_attention",
     "leaves",
     "mapped",
     "may_save_changed_inputs",
@@ -107,6 +111,21 @@ AUTOCASTS = frozenset(
 # graph that is stored under one order is also read under another.
 attention_order: Callable[[], Any] = find("_C._get_sdp_priority_order", lambda: None)
 
+_attention_kernels: Any = find("nn.attention._cur_sdpa_kernel_backends", None)
+_select_attention: Any = find("nn.attention._sdpa_kernel", None)
+
+
+@contextmanager
+def keeping_attention() -> Iterator[None]:
+    """Restores the selection of `torch.nn.attention.sdpa_kernel`, even if the block fails."""
+    selected = _attention_kernels and _attention_kernels(with_priority=True)
+    try:
+        yield
+    finally:
+        if selected and _select_attention:
+            _select_attention(selected, set_priority=True)
+
+
 # The modules whose functions compute tensors and do nothing else, by the names that nodes have.
 # Dynamo calls `torch._refs` in the place of `torch.tensor` with numbers that are symbols.
 _PURE_MODULES = frozenset(
@@ -133,6 +152,56 @@ def is_pure(target: Any) -> bool:
     module = str(getattr(target, "__module__", None))
     # Where Dynamo does not look into einops (PyTorch 2.11), its functions are nodes.
     return module in _PURE_MODULES or module.partition(".")[0] == "einops"
+
+
+def is_record(target: Any) -> bool:
+    """Returns whether a class is one of records that never change, such as a configuration."""
+    if not isinstance(target, type):
+        return False
+    if issubclass(target, tuple):
+        return hasattr(target, "_fields")
+    parameters = getattr(target, "__dataclass_params__", None)
+    return parameters is not None and bool(parameters.frozen)
+
+
+def is_applied(target: Any) -> bool:
+    """Returns whether a function is Dynamo's for a custom autograd function that it does not trace.
+
+    It was marked by `torch.compiler.allow_in_graph`.
+    """
+    module = str(getattr(target, "__module__", None))
+    name = getattr(target, "__name__", "")
+    return module.startswith("torch._dynamo.") and name == "trampoline_autograd_apply"
+
+
+class Opaque:
+    """A function that stays one node, of its tensors; it holds its other arguments.
+
+    Args:
+        function: the function.
+        args: its arguments.
+        kwargs: its arguments by keyword.
+    Attributes:
+        tensors: the tensors among the arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        from torch.utils import _pytree as pytree
+
+        self.__name__ = function.__name__
+        self._function, self._pytree = function, pytree
+        values, self._spec = pytree.tree_flatten((args, kwargs))
+        self._places = [n for n, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        self.tensors = tuple(map(values.__getitem__, self._places))
+        self._values = [None if isinstance(value, torch.Tensor) else value for value in values]
+
+    def __call__(self, *tensors: Any) -> Any:
+        """Calls the function."""
+        values = list(self._values)
+        for place, tensor in zip(self._places, tensors, strict=True):
+            values[place] = tensor
+        args, kwargs = self._pytree.tree_unflatten(values, self._spec)
+        return self._function(*args, **kwargs)
 
 
 def conversion(target: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from .fx import GRAD_MODES, OWN_DERIVATIVE, leaves
+from .fx import GRAD_MODES, OWN_DERIVATIVE, Opaque, leaves
 from .graphs import (
     REACHED,
     aliased_inputs,
@@ -141,7 +141,7 @@ def _reads_no_numbers(node: fx.Node) -> bool:
 def _written_with_gradients(node: fx.Node) -> list[Tensor]:
     """The tensors into which a node writes values with gradients."""
     # A custom autograd function gives gradients to its results alone.
-    if node.target is OWN_DERIVATIVE:
+    if node.target is OWN_DERIVATIVE or isinstance(node.target, Opaque):
         return []
     body = captured_body(node)
     if body is None:

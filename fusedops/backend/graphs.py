@@ -19,6 +19,7 @@ from ..core.compat.fake import hints, memory_of
 from .fx import (
     GRAD_MODES,
     HIGHER_ORDER,
+    Opaque,
     aliased_arguments,
     aten_name,
     leaves,
@@ -261,8 +262,8 @@ def is_fixed(node: fx.Node) -> bool:
     # Autograd records an operator or not by the gradient mode at its position.
     if node.target in GRAD_MODES:
         return True
-    # A higher-order operator calls functions, which may do either.
-    if isinstance(node.target, HIGHER_ORDER):
+    # Both call functions, which may do either.
+    if isinstance(node.target, (HIGHER_ORDER, Opaque)):
         return True
     return mutates(node.target)
 
@@ -423,7 +424,7 @@ def written(node: fx.Node) -> list[Tensor]:
     if body is not None:
         return changed_in(body)
     targets: Any = node.all_input_nodes
-    if not isinstance(node.target, HIGHER_ORDER):
+    if not isinstance(node.target, (HIGHER_ORDER, Opaque)):
         targets = written_arguments(node.target, node.args, node.kwargs)
     return tensors_of(nodes_in(targets))
 

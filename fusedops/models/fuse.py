@@ -356,7 +356,7 @@ def _hints(model: nn.Module) -> tuple[str, ...]:
 
 
 def _is_unit_already(module: nn.Module, verdict: Verdict) -> bool:
-    """Whether a module was made a unit before."""
+    """Whether a module is a unit from an earlier call."""
     cls: Any = type(module)
     return verdict.reason == FUSED and graphs.is_unit(cls._fusedops_rule)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from fusedops.backend import capture, entry
@@ -481,3 +482,39 @@ def test_values_are_saved_without_the_joint_product_if_queries_are_rotated(rotat
         torch.testing.assert_close(ours, eager, rtol=2e-2, atol=2e-2 * float(eager.abs().max()))
     joint_product = 2 * _LENGTH * 96 * 2  # bytes of queries, keys and values in bf16
     assert (joint_product in storage_sizes) == (not rotated)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_attention_is_that_of_sdpa_kernel_in_the_model(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attention that it selects is in the graph, and the selection is the caller's after it."""
+
+    def model(x: Tensor) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            y = F.scaled_dot_product_attention(x, x, x)
+        return F.layer_norm(y, y.shape[-1:])
+
+    def failing(*args: Any, **options: Any) -> Any:
+        raise capture.NotCapturedError("a reason")
+
+    def selected() -> list[bool]:
+        cuda = torch.backends.cuda
+        return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+
+    if fails:
+        monkeypatch.setattr(capture._Capture, "_attention", failing)
+    before, report, graphs = selected(), CompileReport(), list[torch.fx.Graph]()
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graph = entry._with_operators(gm, inputs, report)
+        graphs.append(graph.graph)
+        assert selected() == before
+        return graph.forward
+
+    x = torch.randn(2, 2, _LENGTH, 16, device=DEVICE)
+    result = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert bool(report.left) == fails
+    torch.testing.assert_close(result, model(x))
+    names = {str(node.target) for node in graphs[0].nodes}
+    assert fails or ("aten.bmm.default" in names and not any("attention" in n for n in names))

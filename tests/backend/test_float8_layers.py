@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -89,13 +89,39 @@ class _Linear(nn.Linear):
         return product.unflatten(0, x.shape[:-1])
 
 
-def test_layers_in_float8_stay_whole_between_fused_regions() -> None:
+class _Config(NamedTuple):
+    transposed: bool
+
+
+@torch._dynamo.allow_in_graph
+class _Untraced(torch.autograd.Function):
+    """The same, which Dynamo does not trace, with a configuration that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, config: _Config) -> Tensor:
+        assert config.transposed
+        return _Product.forward(ctx, rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return (*_Product.backward(ctx, grad), None)
+
+
+class _UntracedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        config = _Config(transposed=True)
+        product: Tensor = _Untraced.apply(x.flatten(0, -2), self.weight, config)
+        return product.unflatten(0, x.shape[:-1])
+
+
+@pytest.mark.parametrize("kind", [_Linear, _UntracedLinear])
+def test_layers_in_float8_stay_whole_between_fused_regions(kind: type[nn.Linear]) -> None:
     """A value that is rounded to its neighbour in float8 differs by that much."""
     torch.manual_seed(0)
     block = LlamaLike().to(DEVICE)
     layers = [part for part in block.modules() if type(part) is nn.Linear]
     for layer in layers:
-        layer.__class__ = _Linear
+        layer.__class__ = kind
     x, cotangent = randn(BATCH, LENGTH, WIDTH), randn(BATCH, LENGTH, WIDTH)
     expected = results(block, block, (x,), cotangent)
     backend = Backend("auto")
