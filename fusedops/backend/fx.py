@@ -140,6 +140,7 @@ _PURE_MODULES = frozenset(
         "torch._C._special",
         "torch._C._linalg",
         "torch._C._fft",
+        "torch._numpy._ufuncs",
         "_operator",
         "builtins",
         "math",
@@ -149,7 +150,10 @@ _PURE_MODULES = frozenset(
 
 def is_pure(target: Any) -> bool:
     """Returns whether a function computes tensors and does nothing else."""
-    module = str(getattr(target, "__module__", None))
+    # Dynamo wraps a function of NumPy, whose elementwise ones are in a module of their own, or an
+    # operator of Python.
+    function = getattr(target, "f", getattr(target, "op", target))
+    module = str(getattr(function, "__module__", None))
     # Where Dynamo does not look into einops (PyTorch 2.11), its functions are nodes.
     return module in _PURE_MODULES or module.partition(".")[0] == "einops"
 

@@ -156,16 +156,18 @@ def test_norms_over_channels_in_channels_last_memory_are_fused(name: str) -> Non
 
 
 class Convolved(nn.Module):
-    """Convolutions whose channels are moved last: a norm follows two of three."""
+    """Convolutions whose channels are moved last: a norm follows two of three. One is split."""
 
     def __init__(self) -> None:
         super().__init__()
         self.images = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
         self.sequence = nn.Conv1d(CHANNELS, CHANNELS, 3, padding=1)
         self.norms = nn.ModuleList(nn.LayerNorm(CHANNELS) for _ in range(2))
+        self.gate = nn.Conv2d(CHANNELS, 2 * CHANNELS, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         first, last = self.images
+        x = torch.mul(*self.gate(x).chunk(2, 1))
         y = self.norms[0](first(x).permute(0, 2, 3, 1)).flatten(1, 2)
         y = self.norms[1](self.sequence(y.mT).transpose(-1, 1))
         return last(y.mT.unflatten(2, x.shape[2:])).permute(0, 2, 3, 1)
@@ -176,7 +178,7 @@ def test_regions_add_the_biases_of_convolutions() -> None:
     cotangent, backend = torch.randn_like(model(x)), Backend()
     result = results(torch.compile(model, backend=backend, fullgraph=True), model, (x,), cotangent)
     nodes = [node for node in backend.forwards[0].nodes if name_of(node) == "convolution"]
-    assert [node.args[2] is None for node in nodes] == [True, True, False]
+    assert [node.args[2] is None for node in nodes] == [False, True, True, False]
     check(result, model, (x,), cotangent, torch.finfo(torch.float32).eps)
 
 

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -339,12 +340,19 @@ def _layer_of_one_number(x: Tensor, w: Tensor) -> Tensor:
     return F.linear(row[None], w[None], w[:1]).view(())
 
 
+def _scaled_by_numpy(x: Tensor, w: Tensor) -> Tensor:
+    """NumPy's functions and operators on numbers, as in DINOv3's rotary embeddings."""
+    factor = -np.log(3.0) / 2
+    return F.layer_norm(x * factor, (8,), w)
+
+
 # PyTorch itself raises the warning.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "function",
     [
         _own_derivative,
+        _scaled_by_numpy,
         _partly_detached,
         _in_place,
         _outputs_share_memory,

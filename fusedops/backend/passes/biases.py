@@ -109,15 +109,16 @@ def _keeps_columns(node: fx.Node) -> bool:
 
 def _puts_channels_last(node: fx.Node) -> bool:
     """Whether a node is a view of an image with the channels after the pixels."""
-    rank = value_of(node).dim()
+    if name_of(node) not in ("permute", "transpose"):
+        return False
+    source: Any = node.args[0]
+    rank = value_of(source).dim()
+    dims: Any = list(range(rank))
     if name_of(node) == "permute":
-        dims: Any = node.args[1]
-    elif name_of(node) == "transpose":
-        dims = list(range(rank))
+        dims = node.args[1]
+    else:
         first, second = node.args[1:]
         dims[first], dims[second] = dims[second], dims[first]
-    else:
-        return False
     return [dim % rank for dim in dims] == to_last(rank)
 
 
