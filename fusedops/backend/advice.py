@@ -8,7 +8,7 @@ __all__ = ["next_step"]
 _STEPS = (
     (
         "to be as fast",
-        "nothing to do; decorate its function with fusedops.rowwise to fuse it anyway",
+        "to fuse it anyway, decorate its function with fusedops.rowwise",
     ),
     (
         "a length that changes from call to call",

@@ -22,7 +22,7 @@ from .advice import next_step
 from .fx import namespace
 from .graphs import captured_body
 from .options import EAGER, INDUCTOR
-from .prediction import Times, machine_of
+from .prediction import Times, Work, machine_of
 
 __all__ = [
     "RUNNERS",
@@ -91,6 +91,7 @@ class RegionReport:
         border: bytes of its inputs and outputs.
         has_gradient: whether a backward follows, so whether its results have gradients.
         unfused: bytes that PyTorch's operators read and write forward, one by one.
+        kernels: the kernels that they launch forward.
         rows: the rows of that operator, in the call that was traced.
         program: that operator; None if there is none.
         functions: the functions of `rowwise` that are in it.
@@ -111,6 +112,7 @@ class RegionReport:
     border: int = 0
     has_gradient: bool = True
     unfused: int = 0
+    kernels: int = 0
     rows: int = 0
     program: Program | None = field(default=None, repr=False)
     functions: tuple[str, ...] = ()
@@ -158,8 +160,9 @@ class RegionReport:
 
     @property
     def in_turn(self) -> float:
-        """The predicted time of PyTorch's operators, one by one."""
-        return self._of_bytes(self.unfused)
+        """The predicted time of PyTorch's operators, one by one: each takes as long as a launch."""
+        launches = Work(kernels=self.kernels * (1 + self.has_gradient))
+        return self._of_bytes(self.unfused) + launches.seconds(machine_of())
 
     def _of_bytes(self, forward: int) -> float:
         return forward * (1 + _BACKWARD * self.has_gradient) / machine_of().bandwidth
@@ -287,7 +290,7 @@ class CompileReport:
         return (
             f"{text}predicted at {bandwidth / 1e12:.2f} TB/s ({name}): "
             f"{_time(fused)} for operators instead of {_time(instead)}, "
-            f"{_time(left)} for regions that are left, {_time(rest)} for the rest"
+            f"{_time(left)} for regions that are left, {_time(rest)} for the bytes of the rest"
         )
 
     def _instead(self, region: RegionReport) -> float:
@@ -304,12 +307,14 @@ class CompileReport:
             if any(region.has_gradient for region in fused):
                 saved = sum([region.saved for region in fused])
                 text += f", {_bytes(saved)} saved for backward"
+            count = round(sum([1 / region.slices for region in fused]))
+            operators = "1 operator" if count == 1 else f"{count} operators"
             return (
-                f"{len(fused)} of {len(self.regions)} row-wise regions are one operator, in {where}"
-                f": {text}"
+                f"{len(fused)} of {len(self.regions)} row-wise regions are fused: {operators} in "
+                f"{where}, {text}"
             )
         if self.regions:
-            return f"0 of {len(self.regions)} row-wise regions are one operator, in {where}"
+            return f"0 of {len(self.regions)} row-wise regions are fused, in {where}"
         return f"no row-wise region was found, in {where}{self._why_none()}"
 
     def _why_none(self) -> str:

@@ -215,6 +215,7 @@ class Selector:
         report = replace(
             report,
             unfused=_moved_by(match.region.nodes),
+            kernels=sum(map(_is_kernel, match.region.nodes)),
             rows=program.rows,
             program=program.program,
         )

@@ -475,7 +475,7 @@ def test_explain_names_regions_and_reasons() -> None:
         "",
         "Inductor is predicted to be as fast",
     }
-    assert "2 of 3 row-wise regions are one operator, in 1 graph" in str(report)
+    assert "2 of 3 row-wise regions are fused: 2 operators in 1 graph" in str(report)
 
 
 def test_values_and_gradients_with_inductor_are_exact() -> None:

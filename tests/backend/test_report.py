@@ -106,7 +106,7 @@ def test_reasons_end_in_a_next_step() -> None:
         return torch.softmax(x, -1)
 
     (line,) = str(fusedops.explain(function, randn(6, 8))).splitlines()[1:2]
-    step = "nothing to do; decorate its function with fusedops.rowwise to fuse it anyway"
+    step = "to fuse it anyway, decorate its function with fusedops.rowwise"
     assert line.endswith(f"left: Inductor is predicted to be as fast ({step})")
 
 
@@ -216,7 +216,7 @@ def test_report_has_a_line_for_each_kind_of_region() -> None:
     saved = f"{3 * size:.1f} KiB saved"
     summary, line, place, _ = lines
     assert summary == (
-        f"3 of 3 row-wise regions are one operator, in 1 graph: {moved}, {saved} for backward"
+        f"3 of 3 row-wise regions are fused: 3 operators in 1 graph, {moved}, {saved} for backward"
     )
     assert line.startswith(f"  3 x (6, 8)  native_layer_norm  {5 * size:.1f} KiB moved, ")
     assert place == "      in 0.0, and 2 more"
@@ -365,8 +365,18 @@ def test_prediction_has_the_slowest_region_first() -> None:
     name, bandwidth, _ = prediction.machine_of()
     assert line == (
         f"  predicted at {bandwidth / 1e12:.2f} TB/s ({name}): {fused_time} for operators instead "
-        f"of {instead_time}, {left_time} for regions that are left, {rest_time} for the rest"
+        f"of {instead_time}, {left_time} for regions that are left, {rest_time} for the bytes of the rest"
     )
+
+
+def test_each_eager_operator_takes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prediction, "RATES", prediction.Work(kernels=1e-3))
+    x = randn(6, 8)
+    with torch.no_grad():
+        report = fusedops.explain(lambda x: F.layer_norm(x.sin().mT.mT + 1, (8,)), x, rest="eager")
+    (region,) = report.fused
+    assert region.in_turn == pytest.approx(3e-3, rel=1e-3)
+    assert "instead of 3.00 ms" in str(report)
 
 
 def test_report_of_inference_has_the_forward_alone() -> None:
@@ -387,9 +397,9 @@ def test_report_of_inference_has_the_forward_alone() -> None:
     assert times == pytest.approx([2 * size, left_bytes])
     assert (report.rest, report.differentiated) == ((6 * 8 + 8 * 4 + 6 * 4) * 4, 0)
     summary, line, *_, last = str(report).splitlines()
-    assert summary.endswith("in 1 graph: 0.4 KiB moved")
+    assert summary.endswith("in 1 graph, 0.4 KiB moved")
     assert line.startswith("  1 x (6, 8)  native_layer_norm  0.4 KiB moved instead of ")
-    rest = f"{report.rest / bandwidth * 1e6:.1f} µs for the rest"
+    rest = f"{report.rest / bandwidth * 1e6:.1f} µs for the bytes of the rest"
     assert last.endswith(rest)
 
 
