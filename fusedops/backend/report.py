@@ -318,7 +318,9 @@ class CompileReport:
         return f"no row-wise region was found, in {where}{self._why_none()}"
 
     def _why_none(self) -> str:
-        """The reason why there is no region, if it is the device, after a colon; else empty."""
+        """The reason why there is no region, if it is known, after a colon; else empty."""
+        if not self.graphs:
+            return ": nothing was traced (explain a model before it is compiled or sharded)"
         if not self.devices or any(map(launch.runs_kernels, self.devices)):
             return ""
         names = " and ".join(sorted(self.devices))

@@ -369,6 +369,12 @@ def test_prediction_has_the_slowest_region_first() -> None:
     )
 
 
+def test_without_a_graph_the_report_says_so() -> None:
+    compiled = torch.compile(nn.LayerNorm(8).to(DEVICE), backend="eager")
+    report = fusedops.explain(lambda x: torch.compiler.disable(compiled)(x), randn(6, 8))
+    assert "nothing was traced (explain a model before it is compiled" in str(report)
+
+
 def test_each_eager_operator_takes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prediction, "RATES", prediction.Work(kernels=1e-3))
     x = randn(6, 8)
