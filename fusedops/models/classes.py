@@ -32,6 +32,8 @@ from .hooks import ORIGINAL
 from .rule import Family, Rule
 
 __all__ = [
+    "LIGER",
+    "foreign_forward",
     "fuse",
     "fuse_all",
     "fused_class",
@@ -45,6 +47,8 @@ __all__ = [
 # The function by which `object.__reduce_ex__` creates new objects.
 _new_object: Any = copyreg.__newobj__  # type: ignore[attr-defined]
 _classes: dict[tuple[type, Rule], type[nn.Module]] = {}
+# The package of Liger-Kernel, which replaces forwards and classes.
+LIGER = "liger_kernel."
 
 
 def fused_class(original: type[nn.Module], rule: Rule) -> type[nn.Module]:
@@ -179,6 +183,28 @@ def replaced_since(module: nn.Module) -> str:
         if name in vars(module) and not _is_own(module, name):
             return name
     return ""
+
+
+def foreign_forward(module: nn.Module) -> str:
+    """Return the Python module of a forward that was replaced on the instance; else "".
+
+    That of Liger-Kernel's classes, too: each call of its operators ends a graph.
+    """
+    own = vars(module).get("forward")
+    if own is not None and not _is_own(module, "forward"):
+        return _origin(own)
+    origin = _origin(getattr(original_class(module), "forward", None))
+    return origin if origin.startswith(LIGER) else ""
+
+
+def _origin(function: Any) -> str:
+    """Return the name of the Python module with a function's code, whatever the function wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    # A wrapper has the ``__module__`` of what it wraps.
+    names = getattr(function, "__globals__", {})
+    return str(names.get("__name__", type(function).__module__))
 
 
 def _replaceable(module: nn.Module) -> list[str]:

@@ -19,7 +19,7 @@ from . import graph as graphs
 from .report import FUSED, NO_RULE, NOT_FUSED, FusionReport, ModuleReport
 from .rule import Family, Rule, Verdict, judge
 from .rules import LEAVES, OPTIONAL, OTHERS, RULES
-from .rules.loss import is_causal_model
+from .rules.loss import is_causal_model, why_whole
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
@@ -282,13 +282,13 @@ def fusion_status(model: nn.Module, *args: Any, **kwargs: Any) -> FusionReport:
     report = _report(model, verdicts)
     if not args and not kwargs:
         return report
-    return replace(report, graphs=_graphs(model, report, args, kwargs))
+    return _with_graphs(model, report, args, kwargs)
 
 
-def _graphs(
+def _with_graphs(
     model: nn.Module, report: FusionReport, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, CompileReport]:
-    """Return the reports on the graphs of the units that a call of a model reaches, by name."""
+) -> FusionReport:
+    """Return a report with the graphs of the units that a call of a model reaches."""
     from .check import calls_in
 
     modules = dict(model.named_modules())
@@ -296,13 +296,16 @@ def _graphs(
     # Nothing is compiled for this call.
     with torch.compiler.set_stance("force_eager"):
         calls = calls_in(model, [modules[name] for name in names], args, kwargs)
-    reports = {}
+    reports = dict[str, CompileReport]()
+    small = []
     for name in names:
         if modules[name] in calls:
             inputs, options = calls[modules[name]]
             rest = graphs.rest_of(modules[name])
             reports[name] = explain(modules[name], *inputs, rest=rest, **options)
-    return reports
+            if graphs.is_small(modules[name], inputs, options):
+                small.append(name)
+    return replace(report, graphs=reports, small=tuple(small))
 
 
 def _current_verdict(module: nn.Module) -> Verdict:
@@ -314,7 +317,22 @@ def _current_verdict(module: nn.Module) -> Verdict:
     replaced = classes.replaced_since(module)
     if replaced:
         return Verdict(None, f"its {replaced} was replaced on the instance after it was fused")
-    return Verdict(getattr(type(module), "_fusedops_rule", None))
+    cls: Any = type(module)
+    rule: Rule = cls._fusedops_rule
+    origin = classes.foreign_forward(module)
+    if graphs.is_unit(rule) and "forward" in vars(module) and origin.startswith(classes.LIGER):
+        # It does not call the forward that it replaces, as Accelerate's does.
+        return Verdict(None, f"its forward was replaced by one of {origin}, which runs no graph")
+    return Verdict(rule, _why_whole(module, rule))
+
+
+def _why_whole(module: nn.Module, rule: Rule) -> str:
+    """Return why a fused loss needs whole logits now: the head may have changed since."""
+    inner = graphs.inner_of(rule)
+    if inner is None or inner.origin != ("loss", ""):
+        return ""
+    reason = why_whole(module, classes.original_class(module))
+    return f"its logits are whole now, as {reason}" if reason else ""
 
 
 def _was_changed(module: nn.Module) -> bool:
@@ -364,8 +382,9 @@ def _is_unit_already(module: nn.Module, verdict: Verdict) -> bool:
 def _line(name: str, module: nn.Module, verdict: Verdict, unit: str | None) -> ModuleReport:
     """Report one module. ``unit`` is the name of the unit in whose graph it is, or None."""
     rule, reason, cls = verdict.rule, verdict.reason, type(module).__name__
+    forward = classes.foreign_forward(module)
     if rule is not None:
         # The reason is why a unit's loss, for one, is not fused.
         calls = "; ".join(filter(None, (rule.calls, reason)))
-        return ModuleReport(name, cls, rule.name, calls, by=unit)
-    return ModuleReport(name, cls, reason=reason, by=unit)
+        return ModuleReport(name, cls, rule.name, calls, by=unit, forward=forward)
+    return ModuleReport(name, cls, reason=reason, by=unit, forward=forward)

@@ -41,6 +41,8 @@ __all__ = [
     "beside",
     "can_be_unit",
     "forget",
+    "inner_of",
+    "is_small",
     "is_unit",
     "rest_of",
     "rule_of",
@@ -127,6 +129,20 @@ def is_unit(rule: Rule | None) -> bool:
     return rule is not None and rule.name == GRAPH
 
 
+def inner_of(rule: Rule) -> Rule | None:
+    """The rule within that of a unit, or None; another rule itself."""
+    match rule.origin:
+        case (name, (_, inner)) if name == GRAPH:
+            return inner  # type: ignore[no-any-return]
+    return rule
+
+
+def is_small(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a unit runs a call without its graph, as the host's time decides."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    return rest_of(module) == EAGER and _has_few_rows(module, _rows_of(tensors, kwargs))
+
+
 def rest_of(module: nn.Module) -> str:
     """What runs the rest of a unit's graphs."""
     cls: Any = type(module)
@@ -203,14 +219,19 @@ def _runs_as_it_is(
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(tensor.is_nested for tensor in tensors):
         return True
+    # Inductor was asked for, and compiles for all devices.
+    is_left = rest == EAGER and not _gains(module, _rows_of(tensors, kwargs))
+    # Without PyTorch's option for hooks, those that come after a call would not run in a graph.
+    return is_left or skips_hooks()
+
+
+def _rows_of(tensors: list[Tensor], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The tokens of a call, or its argument with the most rows; None if no argument is a tensor."""
     tokens = [kwargs[name] for name in _TOKENS if isinstance(kwargs.get(name), Tensor)]
     rows = next(iter(tokens), None)
     if rows is None:
         rows = max(tensors, key=_count, default=None)
-    # Inductor was asked for, and compiles for all devices.
-    is_left = rest == EAGER and not _gains(module, rows)
-    # Without PyTorch's option for hooks, those that come after a call would not run in a graph.
-    return is_left or skips_hooks()
+    return rows
 
 
 def _count(tensor: Tensor) -> int:
@@ -225,17 +246,22 @@ def _gains(module: nn.Module, rows: Tensor | None) -> bool:
 
     Args:
         module: the module.
-        rows: the argument with the most rows; None if no argument is a tensor.
+        rows: what `_rows_of` returns.
     """
     tensor = next(module.parameters(), None) if rows is None else rows
     if tensor is None or not launch.runs_kernels(tensor.device.type):
         return False
+    return not _has_few_rows(module, rows)
+
+
+def _has_few_rows(module: nn.Module, rows: Tensor | None) -> bool:
+    """Whether a call without gradients is bound by the host."""
     # In training, a part that is checkpointed with re-entrance runs first without gradients, and
     # has to draw the same masks again.
     if rows is None or torch.is_grad_enabled() or module.training:
-        return True
-    if _count(rows) <= FEW_ROWS:
         return False
+    if _count(rows) <= FEW_ROWS:
+        return True
     # One token of each sequence of a generation.
     is_token = not rows.is_floating_point() and rows.shape[-1] == 1
-    return not (is_token and hasattr(module, "generate"))
+    return is_token and hasattr(module, "generate")

@@ -59,6 +59,8 @@ class ModuleReport:
         reason: why the module was left.
         by: the name of the module in whose graph this one is; None if it is in none.
         difference: the result of ``check``; None if the module was not compared.
+        forward: the Python module of its forward, if that was replaced on the instance or is
+            Liger-Kernel's, which ends a graph; else "".
     """
 
     name: str
@@ -68,6 +70,7 @@ class ModuleReport:
     reason: str = ""
     difference: Difference | None = None
     by: str | None = None
+    forward: str = ""
 
     @property
     def replaced(self) -> bool:
@@ -93,12 +96,15 @@ class FusionReport:
         hints: remarks about the model, such as that it has no loss to fuse.
         graphs: by the name of each unit, the regions of its graphs, from `fusion_status` with the
             arguments of a call; empty without arguments.
+        small: the names of the units whose part of that call is small: they run it without their
+            graph.
     """
 
     modules: tuple[ModuleReport, ...]
     difference: Difference | None = None
     hints: tuple[str, ...] = ()
     graphs: Mapping[str, CompileReport] = field(default_factory=dict)
+    small: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> tuple[ModuleReport, ...]:
@@ -132,7 +138,7 @@ class FusionReport:
             *self._checked(),
             *self.hints,
             *self._next_step(),
-            *[f"{name or '(the model)'}: {report}" for name, report in self.graphs.items()],
+            *self._graph_lines(),
             "table() has a line for each module",
         ]
         return "\n".join(lines)
@@ -157,6 +163,15 @@ class FusionReport:
         if not any(map(_is_left_with_reason, self.modules)):
             return []
         return ["fusedops.compile fuses row-wise code that is left, and fusedops.rowwise your own"]
+
+    def _graph_lines(self) -> list[str]:
+        lines = []
+        for name, report in self.graphs.items():
+            lines.append(f"{name or '(the model)'}: {report}")
+            if name in self.small:
+                kind = "module" if name else "model"
+                lines.append(f"  this call is small: the {kind} runs without this graph")
+        return lines
 
     def _counted_lines(self) -> list[str]:
         counts = Counter(map(_reason, filter(_is_only_counted, self.modules)))
@@ -212,14 +227,14 @@ def _kinds(modules: Iterable[ModuleReport]) -> list[tuple[tuple[str, str], int]]
 
 def _is_shown(module: ModuleReport) -> bool:
     """Whether the summary has the module's class in a line."""
-    if module.replaced:
+    if module.replaced or (module.forward and _is_in_graph(module)):
         return True
     return module.by is None and not _is_only_counted(module)
 
 
 def _is_left_with_reason(module: ModuleReport) -> bool:
     """Whether the module is left for another reason than the user's or that no rule matches."""
-    if module.replaced or not _is_shown(module):
+    if module.replaced or _is_in_graph(module) or not _is_shown(module):
         return False
     return not module.reason.startswith(("excluded", FUSED))
 
@@ -238,7 +253,9 @@ def _outcome(module: ModuleReport) -> str:
         return module.calls
     if module.reason == FUSED:
         return FUSED
-    return "in the graph" if _is_in_graph(module) else f"left: {module.reason}"
+    if not _is_in_graph(module):
+        return f"left: {module.reason}"
+    return "in the graph" + (f", with a forward of {module.forward}" if module.forward else "")
 
 
 def _difference(module: ModuleReport, *, unchecked: bool) -> str:

@@ -282,9 +282,51 @@ MUTANTS = (
     Mutant(
         "an excluded module in a graph",
         "models/graph.py",
-        "if _can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):",
-        "if _can_be_unit(model):",
+        "if can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):",
+        "if can_be_unit(model):",
         ("models/test_graph.py", "test_excluded_module"),
+    ),
+    Mutant(
+        "a small call reported like one that runs a graph",
+        "models/fuse.py",
+        "if graphs.is_small(modules[name], inputs, options):",
+        "if False:",
+        ("models/test_graph.py", "test_status_names_units"),
+    ),
+    Mutant(
+        "a small call that Inductor compiles reported as one without a graph",
+        "models/graph.py",
+        "return rest_of(module) == EAGER and _has_few_rows(",
+        "return _has_few_rows(",
+        ("models/test_graph.py", "test_status_of_a_token"),
+    ),
+    Mutant(
+        "a graph reported that Liger-Kernel's forward does not run",
+        "models/fuse.py",
+        "origin.startswith(classes.LIGER):",
+        "not origin:",
+        ("models/test_report.py", "test_unit_with_a_forward"),
+    ),
+    Mutant(
+        "another forward in a graph not reported",
+        "models/report.py",
+        "if module.replaced or (module.forward and _is_in_graph(module)):",
+        "if module.replaced:",
+        ("models/test_report.py", "test_forwards_that_are_replaced"),
+    ),
+    Mutant(
+        "the module of a replaced forward read from its wrapper",
+        "models/classes.py",
+        'names = getattr(function, "__globals__", {})',
+        'names = {"__name__": function.__module__}',
+        ("models/test_report.py", "test_forwards_that_are_replaced"),
+    ),
+    Mutant(
+        "logits that became whole after fusing not reported",
+        "models/fuse.py",
+        "return Verdict(rule, _why_whole(module, rule))",
+        "return Verdict(rule)",
+        ("models/test_lora_head.py", "test_other_adapters"),
     ),
     # --- launches ---------------------------------------------------------------------------------
     Mutant(

@@ -540,6 +540,36 @@ def test_status_with_inputs_has_the_regions_of_each_unit() -> None:
     assert not fusedops.fusion_status(fused).graphs
 
 
+def test_status_names_units_whose_call_is_small() -> None:
+    """They run it without their graph, which is listed all the same."""
+    _, fused = _fused(exclude=["0.norm"])
+    fused.eval()
+    note = "\n  this call is small: the module runs without this graph\n"
+    for rows, is_small in ((graph.FEW_ROWS, True), (graph.FEW_ROWS + 1, False)):
+        with torch.no_grad():
+            status = fusedops.fusion_status(fused, _rows(rows))
+            assert (_launches(fused, _rows(rows)) == 0) == is_small
+        assert status.small == (("1",) if is_small else ())
+        assert status.graphs["1"].fused
+        assert (note in str(status)) == is_small
+    assert not fusedops.fusion_status(fused, _rows(graph.FEW_ROWS)).small  # with gradients
+
+
+@transformers_only
+def test_status_of_a_token_says_that_the_model_runs_without_its_graph() -> None:
+    model = _causal().eval()
+    fusedops.fuse_model(model, exclude=["generation"])
+    token = torch.ones(graph.FEW_ROWS + 1, 1, dtype=torch.long, device=DEVICE)
+    with torch.no_grad():
+        status = fusedops.fusion_status(model, token)
+    assert status.small == ("",)
+    assert "  this call is small: the model runs without this graph" in str(status).splitlines()
+    fusedops.unfuse_model(model)
+    fusedops.fuse_model(model, compile_rest=True)  # Inductor compiles each call
+    with torch.no_grad():
+        assert not fusedops.fusion_status(model, token).small
+
+
 @pytest.mark.parametrize("dry_run", [False, True])
 def test_check_compares_the_whole_model(dry_run: bool) -> None:
     model, fused = _blocks(), _blocks()

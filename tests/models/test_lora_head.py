@@ -145,6 +145,7 @@ def test_adapters_may_be_disabled_merged_and_enabled_later(calls: mock.Mock) -> 
         each.unmerge_adapter()
         losses.append([*[output.loss.detach() for output in outputs], *_results(each, batch)])
     assert calls.call_count == 1
+    assert "whole" not in _line(fusedops.fusion_status(model)).calls
     _assert_close(*losses)
     assert len(set(map(float, losses[0][:3]))) == 2  # the first differs from the others
     merged = model.merge_and_unload()
@@ -167,6 +168,13 @@ def _with_bias(model: Any) -> Any:
     model.lm_head = nn.Linear(16, V, device=DEVICE, dtype=torch.float64)
     model.model.layers[0].self_attn.q_proj = nn.Linear(16, 16, device=DEVICE, dtype=torch.float64)
     return _adapted(model, lora_bias=True)
+
+
+def _saved(model: Any) -> Any:
+    config = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(model, config)
 
 
 def _with_two(model: Any) -> Any:
@@ -213,6 +221,7 @@ def _with_hook_on(path: str) -> Callable[[Any], Any]:
 _LEFT = {
     "DoRA": (_with_variant, "a variant of LoRA, such as DoRA"),
     "bias": (_with_bias, "the adapter of its head has a bias"),
+    "whole head": (_saved, "its head is a peft.utils.other.ModulesToSaveWrapper"),
     "two": (_with_two, "its head has 2 active adapters, expected one"),
     "narrow": (_narrow, "has torch.bfloat16, and its weight torch.float32"),
     "none": (_with_none, "its head has 0 active adapters, expected one"),
@@ -234,6 +243,8 @@ def test_other_adapters_have_whole_logits(case: str, first: str, calls: mock.Moc
     if first == "fused":
         fusedops.fuse_model(model, loss=True)
         model = change(model)
+        calls_now = _line(fusedops.fusion_status(model)).calls
+        assert reason in calls_now.partition("; its logits are whole now, as ")[2]
     else:
         model = change(model)
         assert reason in _line(fusedops.fuse_model(model, loss=True)).calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import pytest
@@ -231,6 +232,65 @@ def test_status_reports_changes_after_fusing() -> None:
         TypeError, match=r"fusion_status: model must be a torch\.nn\.Module, got str"
     ):
         fusedops.fusion_status("model")  # type: ignore[arg-type]
+
+
+def _other_forward(self: Any, *args: Any) -> Any:
+    return type(self).forward(self, *args)
+
+
+def _of_liger(name: str) -> Any:
+    """Return a forward whose code is in a module of Liger-Kernel."""
+    code = _other_forward.__code__
+    return types.FunctionType(code, {"__name__": f"liger_kernel.transformers.{name}"})
+
+
+def _replace(module: nn.Module, forward: Any) -> None:
+    module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+
+
+def test_forwards_that_are_replaced_in_a_graph_are_reported_with_their_module() -> None:
+    """Those of fused modules and others, on the instance or of a class of Liger-Kernel."""
+    model = _model()
+    model[1].act = type("LigerGELU", (nn.GELU,), {"forward": _of_liger("geglu")})()
+    fusedops.fuse_model(model)
+    _replace(model[0].norm, _of_liger("layer_norm"))
+    _replace(model[0].linear, _other_forward)
+    # As Accelerate's hooks replace it. A wrapper has the ``__module__`` of what it wraps.
+    hooked = functools.partial(_other_forward, model[2])
+    model[2].forward = functools.update_wrapper(hooked, model[2].forward)
+    model[1].norm.forward = model[1].norm.forward  # its own
+    status = fusedops.fusion_status(model)
+    forwards = {m.name: m.forward for m in status.modules if m.forward}
+    assert forwards == {
+        "0.norm": "liger_kernel.transformers.layer_norm",
+        "0.linear": __name__,
+        "1.act": "liger_kernel.transformers.geglu",
+        "2": __name__,
+    }
+    prefix = "in the graph, with a forward of"
+    assert str(status).splitlines()[1:-2] == [
+        "  1 x Sequential  operators in the regions of its graph; fusion_status(model, *inputs) lists them",
+        "  1 x GELU        gelu, where no graph runs",
+        "  1 x LayerNorm   layer_norm, where no graph runs",
+        f"  1 x LayerNorm   {prefix} liger_kernel.transformers.layer_norm",
+        f"  1 x Linear      {prefix} {__name__}",
+        f"  1 x LigerGELU   {prefix} liger_kernel.transformers.geglu",
+        f"  1 x RMSNorm     {prefix} {__name__}",
+    ]
+    assert f"Linear      {prefix} {__name__}\n" in status.table()
+
+
+def test_unit_with_a_forward_of_liger_kernel_runs_no_graph() -> None:
+    """Another forward may call the one that it replaces."""
+    model = _model()
+    fusedops.fuse_model(model)
+    _replace(model, _other_forward)
+    assert fusedops.fusion_status(model).modules[1].by == ""
+    _replace(model, _of_liger("model.llama"))
+    first, second, *_ = fusedops.fusion_status(model).modules
+    origin = "liger_kernel.transformers.model.llama"
+    assert first.reason == f"its forward was replaced by one of {origin}, which runs no graph"
+    assert second.by is None
 
 
 @pytest.mark.parametrize("name", ["dry_run", "graph", "compile_rest"])

@@ -55,7 +55,7 @@ from .rewriting import (
     self_name_of,
 )
 
-__all__ = ["RULES", "is_causal_model"]
+__all__ = ["RULES", "is_causal_model", "why_whole"]
 
 # --- what the rewritten forward calls -------------------------------------------------------------
 
@@ -384,20 +384,25 @@ def is_causal_model(module: nn.Module) -> bool:
     return form is not None and _has_usual_loss(module)
 
 
-def _why_whole(module: nn.Module) -> str:
-    """The reason why a causal language model needs whole logits; "" if there is none."""
-    form, reason = _form(type(module).forward)
+def why_whole(module: nn.Module, cls: type[nn.Module]) -> str:
+    """The reason why a causal language model needs whole logits; "" if there is none.
+
+    Args:
+        module: the model.
+        cls: its class, or its class before it was fused.
+    """
+    form, reason = _form(cls.forward)
     if form is None:
         return reason
     if not _has_usual_loss(module):
         return "its loss is not ForCausalLMLoss"
     reason = _why_not_head(submodule(module, form.head))
-    return reason or _why_steps(module, form)
+    return reason or _why_steps(module, cls, form)
 
 
-def _why_steps(module: nn.Module, form: _Form) -> str:
+def _why_steps(module: nn.Module, cls: type[nn.Module], form: _Form) -> str:
     """The reason why what is done to logits is not known: "" if it is a scale and a soft cap."""
-    function, _ = _unwrapped(type(module).forward)
+    function, _ = _unwrapped(cls.forward)
     expression = ast.fix_missing_locations(ast.Expression(copy.deepcopy(form.steps)))
     names = {self_name_of(form.tree): module}
     try:
@@ -411,7 +416,7 @@ def _why_steps(module: nn.Module, form: _Form) -> str:
 
 def _key(module: nn.Module) -> str | None:
     """The reason to leave the loss of a causal language model, or ""; None for other modules."""
-    return _why_whole(module) if is_causal_model(module) else None
+    return why_whole(module, type(module)) if is_causal_model(module) else None
 
 
 def _rule(cls: type[nn.Module], reason: str) -> Rule | None:
