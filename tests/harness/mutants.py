@@ -306,6 +306,7 @@ MUTANTS = (
         "origin.startswith(classes.LIGER):",
         "not origin:",
         ("models/test_report.py", "test_unit_with_a_forward"),
+        interpreted=False,
     ),
     Mutant(
         "another forward in a graph not reported",
@@ -313,6 +314,7 @@ MUTANTS = (
         "if module.replaced or (module.forward and _is_in_graph(module)):",
         "if module.replaced:",
         ("models/test_report.py", "test_forwards_that_are_replaced"),
+        interpreted=False,
     ),
     Mutant(
         "the module of a replaced forward read from its wrapper",
@@ -320,6 +322,7 @@ MUTANTS = (
         'names = getattr(function, "__globals__", {})',
         'names = {"__name__": function.__module__}',
         ("models/test_report.py", "test_forwards_that_are_replaced"),
+        interpreted=False,
     ),
     Mutant(
         "logits that became whole after fusing not reported",
@@ -327,6 +330,7 @@ MUTANTS = (
         "return Verdict(rule, _why_whole(module, rule))",
         "return Verdict(rule)",
         ("models/test_lora_head.py", "test_other_adapters"),
+        interpreted=False,
     ),
     # --- launches ---------------------------------------------------------------------------------
     Mutant(

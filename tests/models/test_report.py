@@ -254,8 +254,8 @@ def test_forwards_that_are_replaced_in_a_graph_are_reported_with_their_module() 
     model[1].act = type("LigerGELU", (nn.GELU,), {"forward": _of_liger("geglu")})()
     fusedops.fuse_model(model)
     _replace(model[0].norm, _of_liger("layer_norm"))
-    _replace(model[0].linear, _other_forward)
-    # As Accelerate's hooks replace it. A wrapper has the ``__module__`` of what it wraps.
+    # A wrapper has the ``__module__`` of what it wraps; Accelerate's hooks are partial functions.
+    _replace(model[0].linear, functools.wraps(nn.Linear.forward)(lambda self, x: x))
     hooked = functools.partial(_other_forward, model[2])
     model[2].forward = functools.update_wrapper(hooked, model[2].forward)
     model[1].norm.forward = model[1].norm.forward  # its own
