@@ -282,8 +282,8 @@ MUTANTS = (
     Mutant(
         "an excluded module in a graph",
         "models/graph.py",
-        "if _can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):",
-        "if _can_be_unit(model):",
+        "if can_be_unit(model) and not any(map(excluded.__contains__, model.modules())):",
+        "if can_be_unit(model):",
         ("models/test_graph.py", "test_excluded_module"),
     ),
     # --- launches ---------------------------------------------------------------------------------
