@@ -169,6 +169,11 @@ def _compiled_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
+def _compiled_by_blocks(model: nn.Module) -> nn.Module:
+    fusedops.compile_blocks(model, rest="eager")
+    return model
+
+
 def _quantised(model: nn.Module) -> nn.Module:
     return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)  # type: ignore[no-any-return]
 
@@ -196,6 +201,7 @@ CALLS: dict[str, tuple[Callable[[Any], nn.Module], ...]] = {
     "`FullyShardedDataParallel` (the older FSDP)": (_wrapped,),
     "`Accelerator.prepare`, `Trainer`": (_prepared, _trained),
     "`torch.compile`, `model.compile()`": (_compiled, _compiled_in_place),
+    "`fusedops.compile_blocks`": (_compiled_by_blocks,),
     "`torch.ao.quantization.quantize_dynamic`": (_quantised,),
     "static quantisation, QAT": (_observed, _observed_in_training),
 }
