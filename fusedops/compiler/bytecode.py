@@ -30,6 +30,8 @@ _SCOPES = frozenset(
 )
 # Methods that take the name of an attribute.
 _BY_NAME = frozenset({"__getattr__", "__getattribute__"})
+# Functions in C that call what they are passed, or return what calls it.
+_CALLERS = frozenset({"map", "filter", "reduce", "starmap", "accumulate", "partial"})
 # Instructions of a block whose errors may be caught. In Python 3.10 they come before the block,
 # later at the start of the handler. A ``with`` has one too: `contextlib.suppress` catches.
 _CATCHING = frozenset({"SETUP_FINALLY", "SETUP_WITH", "PUSH_EXC_INFO"})
@@ -48,8 +50,9 @@ class Reads:
             missing.
         everything: whether it reads attributes by computed names.
         catches: whether it may catch the error of an attribute or variable that is missing.
-        called: variables of globals and closures that it calls.
-        calls: whether it calls the value of a local variable.
+        alone: variables of globals and closures that it calls or passes on, and so may be called:
+            it does not only read attributes of them.
+        calls: whether it may call the value of a local variable.
         refusal: why the code is refused, because it reads what a walk cannot visit; "" if not.
     """
 
@@ -58,9 +61,14 @@ class Reads:
     optional: frozenset[str]
     everything: bool
     catches: bool
-    called: frozenset[str]
+    alone: frozenset[str]
     calls: bool
     refusal: str
+
+    @property
+    def supers(self) -> bool:
+        """Whether it reads attributes that a class overrides, by `super`."""
+        return ("super",) in self.chains
 
 
 @functools.lru_cache(4096)
@@ -69,15 +77,6 @@ def reads_of(code: CodeType) -> Reads:
     instructions = list(_instructions(code))
     attributes = _attributes_by_name(instructions)
     optional = frozenset(filter(None, attributes))
-    called: set[str] = set()
-    # A call of a local variable calls what the function was passed, or has computed: a module,
-    # perhaps. Before Python 3.11 no instruction tells which value is called.
-    calls = sys.version_info < (3, 11)
-    for name, is_local in _called(instructions):
-        if is_local:
-            calls = True
-        else:
-            called.add(name)
     operations = {instruction.opname for instruction in instructions}
     reads = [instruction for instruction in instructions if instruction.opname in _ATTRIBUTES]
     named = frozenset([str(read.argval) for read in reads])
@@ -89,8 +88,10 @@ def reads_of(code: CodeType) -> Reads:
         optional=optional,
         everything=None in attributes or by_name,
         catches=_catches(instructions),
-        called=frozenset(called),
-        calls=calls,
+        alone=frozenset(_alone(instructions)),
+        # A call of a local variable calls what the function was passed, or has computed: a module,
+        # perhaps. Before Python 3.11 no instruction tells which value is called.
+        calls=sys.version_info < (3, 11) or _calls_a_local(instructions),
         refusal=next(filter(None, map(_refusal, instructions)), ""),
     )
 
@@ -148,7 +149,9 @@ def _attributes_by_name(instructions: list[dis.Instruction]) -> set[str | None]:
     attributes: set[str | None] = set()
     for i, instruction in enumerate(instructions):
         if instruction.argval in ("getattr", "hasattr"):
-            attributes.add(_attribute_after(instructions[i:]))
+            name = _second_argument(instructions[i:])
+            text = name.argval if name is not None and name.opname == "LOAD_CONST" else None
+            attributes.add(text if isinstance(text, str) else None)
     return attributes
 
 
@@ -170,53 +173,61 @@ def _instructions(code: CodeType) -> Iterator[dis.Instruction]:
             yield from _instructions(constant)
 
 
-def _called(instructions: list[dis.Instruction]) -> Iterator[tuple[str, bool]]:
-    """Yield the variables that are called, and whether they are local.
+def _alone(instructions: list[dis.Instruction]) -> Iterator[str]:
+    """Yield the outer variables that are loaded for another purpose than one of their attributes.
 
-    A call of a function that is no method pushes a NULL beside it, in one of three ways::
+    What is called or passed on is among them. A class is not called in ``super(Class, self)``,
+    which is also what ``super()`` is compiled to, and in ``isinstance(x, Class)``.
+    """
+    tests = [i for i, one in enumerate(instructions) if one.argval in ("isinstance", "issubclass")]
+    tested = [_second_argument(instructions[i:]) for i in tests]
+    before = instructions[:1] + instructions
+    for previous, load, following in zip(before, instructions, instructions[1:], strict=False):
+        is_named = following.opname in _ATTRIBUTES or previous.argval == "super"
+        is_tested = any(load is one for one in tested)
+        if load.opname.startswith(_OUTER) and not (is_named or is_tested):
+            yield str(load.argval)
+
+
+def _calls_a_local(instructions: list[dis.Instruction]) -> bool:
+    """Whether the value of a local variable is called, or may be passed to a function that does so.
+
+    A call of a function that is no method pushes a NULL beside it::
 
         PUSH_NULL  LOAD_FAST f      up to Python 3.12
         LOAD_FAST f  PUSH_NULL      from Python 3.13 on
-        LOAD_GLOBAL NULL + f        one instruction, whose text has the NULL
     """
     for instruction, following in itertools.pairwise(instructions):
-        load = following if instruction.opname == "PUSH_NULL" else instruction
-        is_local = load.opname.startswith("LOAD_FAST")
-        is_outer = load.opname.startswith(_OUTER)
-        if not (is_local or is_outer):
-            continue
-        has_null = load.opname == "LOAD_GLOBAL" and "NULL" in load.argrepr
-        if has_null or "PUSH_NULL" in (instruction.opname, following.opname):
-            yield str(load.argval), is_local
+        names = instruction.opname, following.opname
+        if "PUSH_NULL" in names and any(name.startswith("LOAD_FAST") for name in names):
+            return True
+    return any(instruction.argval in _CALLERS for instruction in instructions)
 
 
-def _attribute_after(instructions: list[dis.Instruction]) -> str | None:
-    """Return the attribute's name in a call of `getattr`; None if it is computed.
+def _second_argument(instructions: list[dis.Instruction]) -> dis.Instruction | None:
+    """Return the instruction that pushes the second argument of a call; None if it is computed.
 
-    The name is the second argument. It is known if an instruction pushes a string, and the string
-    remains on the stack until the call::
+    The name that `getattr` reads is such an argument. It is known if one instruction pushes it, and
+    it remains on the stack until the call::
 
         LOAD_GLOBAL getattr   LOAD_FAST cfg   LOAD_CONST "scale"   LOAD_FAST other   CALL 3
         arguments             1               2                    3
 
     Args:
-        instructions: the instructions from the load of `getattr` on.
+        instructions: the instructions from the load of the function on.
     """
-    name = None
+    second = None
     count = 0  # of arguments on the stack
     for previous, instruction in itertools.pairwise(instructions):
         opname = instruction.opname
         if opname.startswith(_CALL) and instruction.arg == count:
-            return name
+            return second
         if opname == "PUSH_NULL" and previous is instructions[0] and _NULL_IS_LAST:
             continue  # a part of the function
         previous_count = count
         count += dis.stack_effect(instruction.opcode, instruction.arg)
-        is_string = opname == "LOAD_CONST" and isinstance(instruction.argval, str)
-        if (previous_count, count) == (1, 2) and is_string:
-            name = str(instruction.argval)
-        elif count <= 2:
-            name = None
+        if count <= 2:
+            second = instruction if (previous_count, count) == (1, 2) else None
         if count < 0 or instruction.opcode in _JUMPS:
             return None
     return None

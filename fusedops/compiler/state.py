@@ -170,7 +170,8 @@ def _walked(
             walk.root(function)
             for i, argument in enumerate(args):
                 if i in positions:
-                    walk.visit(argument, f"args[{i}]", names[i], role="its argument", called=False)
+                    called = names_read.calls
+                    walk.visit(argument, f"args[{i}]", names[i], role="its argument", called=called)
                 elif isinstance(argument, Tensor):
                     walk.tensor_argument(argument, f"args[{i}]", names[i])
         except NotRowwiseError as error:

@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import keyword
+import math
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -99,6 +100,7 @@ class Names:
     everything: bool = False
     catches: bool = False
     calls: bool = False
+    supers: bool = False
 
     @property
     def may_lack(self) -> frozenset[str]:
@@ -113,6 +115,7 @@ class Names:
             self.everything or reads.everything,
             self.catches or reads.catches,
             self.calls or reads.calls,
+            self.supers or reads.supers,
         )
 
 
@@ -156,8 +159,9 @@ class Walk(Writer):
         self.known = self.read = known
         # By identity, with the variable of the value, which is held so that its id is not reused.
         self.seen: dict[int, tuple[Any, str]] = {}
-        # Modules whose attributes were visited, but not their hooks and forward.
-        self.uncalled: dict[int, tuple[nn.Module, str, str]] = {}
+        # By identity, for modules and classes whose attributes alone were visited: the visit of
+        # what their call runs, which is the hooks and the forward, or `__init__`.
+        self.uncalled: dict[int, Callable[[], None]] = {}
         self.role = ""
         self.count = 0
         self.simple: list[tuple[FunctionType, list[tuple[str, Any]]]] = []
@@ -187,10 +191,11 @@ class Walk(Writer):
                 type is skipped.
             role: the noun before the name in messages; "" for the role of the previous visit: what
                 a value contains has the value's role.
-            called: for a module, whether the function may call it.
+            called: for a module or class, whether the function may call it.
         """
         self.role = role or self.role
         if expression in self.visited:
+            self.visit_call(value, called=called)
             return
         self.visited.add(expression)
         self.count += 1
@@ -217,19 +222,22 @@ class Walk(Writer):
         else:
             self.seen[id(value)] = value, variable
             if handler is Walk.module:
-                self.module(value, variable, name, short, called=called)
+                self.module(value, variable, name, short)
+                called |= self.known.calls or self.is_named("forward")
             else:
                 handler(self, value, variable, name)
+            self.visit_call(value, called=called)
 
     def visit_again(self, value: Any, variable: str, *, called: bool) -> None:
-        """Check that a value is the same object as before, which ends cycles.
-
-        A module that was only read before, and is called here, gets the rest of its visit.
-        """
+        """Check that a value is the same object as before, which ends cycles."""
         _, first_variable = self.seen[id(value)]
         self.expect(f"{variable} is {first_variable}")
+        self.visit_call(value, called=called)
+
+    def visit_call(self, value: Any, *, called: bool) -> None:
+        """Visit what a call of a module or class runs, if it is called, unless this was visited."""
         if called and id(value) in self.uncalled:
-            self.call(*self.uncalled.pop(id(value)))
+            self.uncalled.pop(id(value))()
 
     def why_unsupported(self, value: Any, name: str) -> str:
         """Return why a value cannot be visited."""
@@ -244,10 +252,12 @@ class Walk(Writer):
             return (
                 f"it calls {name}, whose result may change from call to call; pass what it returns"
             )
-        return (
-            f"{self.role} {name} is a {type(value).__name__}, which may change unseen; pass what "
-            "is needed of it"
-        )
+        step = "pass what is needed of it"
+        if type(value).__module__.partition(".")[0] == "numpy" and callable(value):
+            function = getattr(value, "__name__", "")
+            instead = f"use math.{function}, or " if hasattr(math, function) else ""
+            step = f"{instead}compute the number outside"
+        return f"{self.role} {name} is a {type(value).__name__}, which may change unseen; {step}"
 
     def check_mode(self, variable: str, value: Any, name: str) -> None:
         """Raise for a function that returns a mode of PyTorch.
@@ -384,7 +394,7 @@ class Walk(Writer):
         cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         globals_ = self.at(f"{variable}.__globals__") if variable else self.constant(scope)
         for name, *attributes in reads.chains:
-            called = name in reads.called
+            alone = name in reads.alone
             if name in cells:
                 cell = cells[name]
                 cell_expression = self.cell_of(cell, code, name, variable)
@@ -401,7 +411,7 @@ class Walk(Writer):
                 self.is_simple &= hasattr(builtins, name)
                 self.expect(f"{name!r} not in {globals_}")
                 continue
-            self.chain(value, expression, name, attributes, simple, called=called)
+            self.chain(value, expression, name, attributes, simple, alone=alone)
 
     def cell_of(self, cell: CellType, code: CodeType, name: str, variable: str) -> str:
         """Return the expression of a cell: see `outer_variables` for ``variable``."""
@@ -417,14 +427,15 @@ class Walk(Writer):
         attributes: list[str],
         simple: list[tuple[str, Any]],
         *,
-        called: bool,
+        alone: bool,
     ) -> None:
         """Visit a variable; if it is a Python module, only the attribute that the code reads.
 
         For ``config.sizes.HIDDEN``, with the user's modules ``config`` and ``config.sizes``, the
         value of ``HIDDEN`` is visited. For ``config.HIDDEN.real`` it is also that of ``HIDDEN``.
+        See `Reads` for ``alone``.
         """
-        called |= isinstance(value, ModuleType)
+        alone |= isinstance(value, ModuleType)
         while isinstance(value, ModuleType) and not is_of_a_library(value) and attributes:
             attribute = attributes.pop(0)
             module = self.at(expression)
@@ -437,6 +448,7 @@ class Walk(Writer):
         if attributes and attributes[0] == "apply" and is_autograd(value):
             return  # the trace refuses it, with the line
         self.add_simple(value, name, simple)
+        called = alone and not attributes
         self.visit(value, expression, name, role="the variable", called=called)
 
     def add_simple(self, value: Any, expression: str, simple: list[tuple[str, Any]]) -> None:
@@ -529,11 +541,13 @@ class Walk(Writer):
         self.attributes(value, variable, name, whole=is_of_a_library(type(value)))
 
     def class_object(self, value: type, variable: str, name: str) -> None:
-        """Visit a class whose attributes a function reads, or which it instantiates."""
+        """Visit a class whose attributes a function reads, and its ``__init__`` if it is called."""
         self.expect(f"{variable} is {self.constant(value)}")
         self.storable = False
+        self.uncalled[id(value)] = functools.partial(
+            self.special_methods, value, name, instantiated=True
+        )
         self.class_attributes(value, name, None, "")
-        self.special_methods(value, name, instantiated=True)
         self.missing_attributes(self.namespaces_of_classes(value))
         metaclass = type(value)
         # `EnumType` and `ABCMeta` have no attributes that a function reads.
@@ -633,23 +647,44 @@ class Walk(Writer):
         named = filter(self.is_named, itertools.filterfalse(_is_special, keys))
         own_keys = () if own is None else own
         for key in named:
-            raw = _in_class(kind, key)
+            owners = [one for one in kind.__mro__ if key in vars(one)]
+            raw = vars(owners[0])[key]
             # An object's own attribute comes first, but not before a property of its class.
             is_hidden = key in own_keys and not isinstance(raw, property)
-            if is_hidden or isinstance(raw, _IN_C):
-                continue
-            if namespace:
-                self.expect(f"{key!r} not in {self.at(namespace)}")
-            expression = _attribute(owner, key)
-            if isinstance(raw, classmethod):
-                raw, expression = raw.__func__, f"{expression}.__func__"
-            elif isinstance(raw, staticmethod):
-                raw = raw.__func__
-            elif isinstance(raw, types.DynamicClassAttribute):
-                raw = getattr(kind, key, raw)  # a member of an enum, in Python 3.11
-            elif isinstance(raw, (property, functools.cached_property)):
-                self.note_hasattr(runs_code=key in self.known.optional)
-            self.visit(raw, expression, f"{name}.{key}")
+            if not (is_hidden or isinstance(raw, _IN_C)):
+                if namespace:
+                    self.expect(f"{key!r} not in {self.at(namespace)}")
+                self.class_attribute(raw, kind, key, owner, name)
+            # Attributes that the class overrides are read by `super`.
+            inherited = itertools.pairwise(owners) if self.known.supers else ()
+            for before, after in inherited:
+                following = f"super({self.constant(before)}, {owner})"
+                self.class_attribute(vars(after)[key], kind, key, following, name)
+
+    def class_attribute(self, raw: Any, kind: type, key: str, owner: str, name: str) -> None:
+        """Visit an attribute of a class.
+
+        Args:
+            raw: the attribute as it is in the class: a property, not its value.
+            kind: the class that has or inherits it.
+            key: its name.
+            owner: the expression whose attribute it is.
+            name: the name of the class or object in messages.
+        """
+        if isinstance(raw, _IN_C):
+            return
+        expression = _attribute(owner, key)
+        if isinstance(raw, classmethod):
+            raw, expression = raw.__func__, f"{expression}.__func__"
+            if self.known.calls:  # of its first argument, perhaps
+                self.visit(kind, self.constant(kind), name)
+        elif isinstance(raw, staticmethod):
+            raw = raw.__func__
+        elif isinstance(raw, types.DynamicClassAttribute):
+            raw = getattr(kind, key, raw)  # a member of an enum, in Python 3.11
+        elif isinstance(raw, (property, functools.cached_property)):
+            self.note_hasattr(runs_code=key in self.known.optional)
+        self.visit(raw, expression, f"{name}.{key}")
 
     def note_hasattr(self, *, runs_code: bool) -> None:
         """Note whether `hasattr` runs the user's code, whose AttributeErrors it catches.
@@ -686,9 +721,7 @@ class Walk(Writer):
     # Without a forward whose code names them, members may still be read by iteration, as by
     # `parameters()`: then all of them are visited, and their names compared.
 
-    def module(
-        self, value: nn.Module, variable: str, name: str, short: str, *, called: bool
-    ) -> None:
+    def module(self, value: nn.Module, variable: str, name: str, short: str) -> None:
         """Visit a module's attributes, parameters, buffers and children; its forward if called.
 
         An attribute is visited if the code names it, or all are if the code may reach every one.
@@ -727,10 +760,7 @@ class Walk(Writer):
             own.update(vars(value)[registry])
         self.class_attributes(type(value), name, own, namespace)
         self.missing_attributes(namespaces | self.namespaces_of_classes(type(value)))
-        if called or self.known.calls or self.is_named("forward"):
-            self.call(value, namespace, name)
-        else:
-            self.uncalled[id(value)] = value, namespace, name
+        self.uncalled[id(value)] = functools.partial(self.call, value, namespace, name)
 
     def reaches_all_members(self, module: nn.Module) -> bool:
         """Whether the code may reach every member of a module, also those that it does not name."""
@@ -859,14 +889,6 @@ def _constructors_of(kind: type) -> tuple[str, ...]:
     if dataclasses.is_dataclass(kind):
         return ("__post_init__",)
     return ("__post_init__", "__init__")
-
-
-def _in_class(kind: type, key: str) -> Any:
-    """Return an attribute that a class has or inherits, as it is: a property, not its value."""
-    for owner in kind.__mro__:
-        if key in vars(owner):
-            return vars(owner)[key]
-    raise AttributeError(key)
 
 
 # Reasons to refuse a value, which are looked at again in each call: see `Writer.refuse`.

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -665,6 +666,19 @@ def class_as_an_argument() -> Case:
 
 
 @register
+def class_that_is_called_as_an_argument() -> Case:
+    k = 2.0
+
+    class Result(types.SimpleNamespace):
+        def __init__(self, x: Tensor) -> None:
+            super().__init__(y=x * k)
+
+    yield lambda x: ((lambda x, kind: kind(x).y), (x, Result))
+    k = 3.0
+    yield lambda x: x
+
+
+@register
 def object_as_an_argument() -> Case:
     config = types.SimpleNamespace(k=2.0, act=torch.tanh, table={"a": [1.0]})
     f = lambda x, config: config.act(x * config.k) + config.table["a"][0]  # noqa: E731
@@ -860,6 +874,95 @@ def subclass_of_a_norm() -> Case:
     yield lambda x: x
 
 
+class Weighted(nn.Module):
+    """A module whose constructor is not to be read, as no fused function calls it."""
+
+    shift = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.shift
+
+
+class WeightedBySuper(Weighted):
+    """Its helper method calls the forward that its own one overrides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.scaled(x))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class WeightedByName(Weighted):
+    """It names the class whose forward it calls, and calls a local variable beside."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        act = torch.tanh if isinstance(self, Weighted) else torch.exp
+        return act(Weighted.forward(self, x))
+
+
+def _changes_of(module: Weighted) -> Case:
+    yield lambda x: module(x)
+    module.shift = 2.0
+    yield lambda x: x
+    module.weight = nn.Parameter(randn(24))
+    yield lambda x: x
+    with mock.patch.object(Weighted, "forward", lambda self, x: x - self.shift):
+        yield lambda x: x
+
+
+@register
+def overridden_forward_by_super() -> Case:
+    yield from _changes_of(WeightedBySuper())
+
+
+@register
+def overridden_forward_by_super_in_an_attribute() -> Case:
+    module = WeightedBySuper()
+    module.forward = module.scaled  # type: ignore[method-assign]
+    yield from _changes_of(module)
+
+
+@register
+def overridden_forward_by_name() -> Case:
+    yield from _changes_of(WeightedByName())
+
+
+@register
+def forward_that_super_finds_first() -> Case:
+    class Middle(Weighted):
+        pass
+
+    class Last(Middle):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    last = Last()
+    yield lambda x: last(x)
+    Middle.forward = lambda self, x: x * 3  # type: ignore[method-assign, assignment]
+    yield lambda x: x
+
+
+@register
+def module_that_a_function_in_c_calls() -> Case:
+    module = Weighted()
+    yield lambda x: next(map(module, [x]))
+    module.shift = 2.0
+    yield lambda x: x
+
+
+@register
+def module_that_a_function_in_c_calls_as_an_argument() -> Case:
+    module = Weighted()
+    yield lambda x: ((lambda m, x: next(map(m, [x]))), (module, x))
+    module.shift = 2.0
+    yield lambda x: x
+
+
 @register
 def module_whose_attributes_alone_are_read() -> Case:
     block = Scaled(2.0)  # its forward would be refused
@@ -929,6 +1032,10 @@ class Holder:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    @classmethod
+    def of(cls, value: Any) -> Holder:
+        return cls(value)
+
 
 _SCOPE: dict[str, Any] = {
     "torch": torch,
@@ -942,6 +1049,8 @@ _SCOPE: dict[str, Any] = {
     "partial": functools.partial(Sign.apply),
     "keyed": {(1, 2): 3.0},
     "many": [float(i) for i in range(5000)],
+    "np": numpy,
+    "Holder": Holder,
     "cached": functools.lru_cache(times(2.0)),
     "iterator": iter([2.0]),
     "modules": {"a": sys},
@@ -986,6 +1095,19 @@ _REFUSED = {
     ),
     "autograd_function_in_a_dict": ("return acts['a'](x)", "Sign is a torch.autograd.Function"),
     "autograd_function_in_a_partial": ("return partial(x)", "Sign is a torch.autograd.Function"),
+    "constructor": ("return Holder(x).value", "it changes self.value"),
+    "constructor_in_a_list": ("return [Holder][0](x).value", "it changes self.value"),
+    "constructor_in_a_class_method": ("return Holder.of(x).value", "it changes self.value"),
+    "constructor_that_a_function_in_c_calls": (
+        "return next(map(Holder, [x])).value",
+        "it changes self.value",
+    ),
+    "constructor_as_an_argument": (
+        "return (lambda kind: kind(x))(Holder).value",
+        "it changes self.value",
+    ),
+    "numpy": ("return x * np.sqrt(2.0)", "np.sqrt is a ufunc, .*; use math.sqrt, or compute the"),
+    "numpy_alone": ("return x * np.add(2.0, 1)", "a ufunc, .* unseen; compute the number outside"),
     "backward_hooks": ("return hooked(x)", "hooked is a module with backward hooks"),
     "backward_hooks_within": ("return nested(x)", "is a module with backward hooks"),
 }

@@ -83,6 +83,27 @@ MUTANTS = (
         ("operators/test_norm_tiles.py", "test_next_rows_in_registers"),
     ),
     Mutant(
+        "methods that a class overrides, and calls by super, not compared",
+        "compiler/walking.py",
+        "itertools.pairwise(owners) if self.known.supers else ()",
+        "()",
+        ("compiler/test_state.py", "test_change_is_seen and super"),
+    ),
+    Mutant(
+        "the constructor of a class read, though the function only names the class",
+        "compiler/walking.py",
+        "        called = alone and not attributes\n",
+        "        called = True\n",
+        ("compiler/test_state.py", "test_change_is_seen and forward_by_name"),
+    ),
+    Mutant(
+        "the forward of a module not compared, which the function passes to map",
+        "compiler/bytecode.py",
+        "    return any(instruction.argval in _CALLERS for instruction in instructions)\n",
+        "    return False\n",
+        ("compiler/test_state.py", "test_change_is_seen and function_in_c"),
+    ),
+    Mutant(
         "strides of rows and of vectors of groups ignored",
         "compiler/addresses.py",
         '        return self.argument("stride", index, f"{name}_stride", kind)\n',
