@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import torch
@@ -101,9 +101,11 @@ def rowwise(function: Callable[..., Any] | None = None, *, strict: bool = False)
     if function is None:
         return functools.partial(rowwise, strict=strict)
     if not isinstance(function, FunctionType):
+        is_of_a_class = isinstance(function, (MethodType, torch.nn.Module))
+        decorated = ", or decorate the method in its class" if is_of_a_class else ""
         raise TypeError(
             f"rowwise: takes a function of Python, got {type(function).__name__}; write one that "
-            "calls it"
+            f"calls it{decorated}"
         )
     return Rowwise(function, strict=strict)
 
@@ -694,7 +696,8 @@ def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> st
     kinds = {t.device.type for t in (*tensors, *_inside(args))}
     if not any(map(launch.runs_kernels, kinds)):
         names = " and ".join(sorted(kinds)) or "calls without"
-        return f"there are no kernels for {names} tensors"
+        step = "; set TRITON_INTERPRET=1 to run them there, slowly" if "cpu" in kinds else ""
+        return f"there are no kernels for {names} tensors{step}"
     # A nested or sparse tensor is an error, which comes later, even if another tensor is empty.
     if not all(map(is_dense, tensors)):
         return ""

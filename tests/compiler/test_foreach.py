@@ -854,7 +854,8 @@ _x, _y = torch.ones(4, 8), torch.ones(4, 6)
         ((_x, [_x, _x]), [8], ValueError, "residual has 2 slices, and sizes has 1"),
         ((torch.ones(1, 4097, 1), 1.0), None, ValueError, "expected 1 to 4096"),
         (([_x, _y], _x), None, RuntimeError, "must match the size"),
-        (([_x, 2.0], [_x, _x]), None, TypeError, "foreach: x"),
+        (([_x, 2.0], [_x, _x]), None, TypeError, "foreach: x .* tensors, or numbers$"),
+        (([_x], [torch.nn.Tanh()]), None, TypeError, "of Tanh, .*; pass .*: .m.weight for m in"),
     ],
 )
 def test_bad_arguments(

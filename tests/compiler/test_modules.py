@@ -140,7 +140,10 @@ def test_explanation_names_rows_inputs_kernels_and_the_choice_of_configs() -> No
     fused = fusedops.rowwise(scaled_norm)
     text = str(fused.explain(_rows(), torch.ones(24, device=DEVICE)))
     if not KERNEL_PATH:
-        assert text == "scaled_norm runs as it is: there are no kernels for cpu tensors"
+        assert text == (
+            "scaled_norm runs as it is: there are no kernels for cpu tensors; set "
+            "TRITON_INTERPRET=1 to run them there, slowly"
+        )
         return
     assert "scaled_norm runs as kernels, on rows of 24 columns" in text
     assert re.search(r"^  weight +float32 +columns$", text, re.MULTILINE)

@@ -128,6 +128,14 @@ def flipped(x: Tensor) -> Tensor:
     return x.flip(-1) + x  # here
 
 
+def rolled(x: Tensor) -> Tensor:
+    return x[:, None].expand(-1, 24, -1).roll(1, 1) * 2  # here
+
+
+def rolled_in_two_dimensions(x: Tensor) -> Tensor:
+    return x.roll((1, 1), (-1, 0)) * 2  # here
+
+
 def neighbours(x: Tensor) -> Tensor:
     return x[..., 1:] - x[..., :-1]  # here
 
@@ -252,7 +260,7 @@ REFUSED: dict[Callable[..., Any], str] = {
     item: "value in Python",
     branch: "value in Python",
     number: "value in Python",
-    random: "random numbers",
+    random: "random numbers.*; draw them outside, and pass them as an argument",
     noise: "random numbers",
     in_place: "mul_",
     in_place_view: "add_",
@@ -264,6 +272,8 @@ REFUSED: dict[Callable[..., Any], str] = {
     mean_loss: "mixes rows",
     response_norm: "rows|as a whole",
     flipped: "moves columns",
+    rolled: "it moves rows; do so before the call",
+    rolled_in_two_dimensions: "it moves rows; do so before the call",
     neighbours: "equal parts.*arguments of their own",
     embedded: "index before the call",
     without_a_kernel: "without a kernel",
@@ -678,8 +688,11 @@ def test_users_own_error_is_raised(error: type[Exception]) -> None:
 
 
 def test_object_that_is_no_function_of_named_arguments_is_refused() -> None:
-    with pytest.raises(TypeError, match="takes a function"):
+    with pytest.raises(TypeError, match=r"takes a function .*, got int; write one that calls it$"):
         fusedops.rowwise(3)
+    for method in (nn.Tanh(), nn.Tanh().forward):
+        with pytest.raises(TypeError, match="calls it, or decorate the method in its class"):
+            fusedops.rowwise(method)
     with pytest.raises(TypeError, match="variable number"):
         fusedops.rowwise(lambda *tensors: tensors[0])
     with pytest.raises(TypeError, match="variable number"):

@@ -140,8 +140,10 @@ def _check_lists(op: str, names: Sequence[str], arguments: Sequence[Argument]) -
         numbers = [isinstance(v, _NUMBERS) for v in argument.value]
         if not all(tensors) and not all(numbers):
             kinds = " and ".join(sorted({type(v).__name__ for v in argument.value}))
+            has_modules = any(isinstance(v, torch.nn.Module) for v in argument.value)
+            step = "; pass their parameters: [m.weight for m in modules]" if has_modules else ""
             raise TypeError(
-                f"{op}.foreach: {name} is a list of {kinds}, expected tensors, or numbers"
+                f"{op}.foreach: {name} is a list of {kinds}, expected tensors, or numbers{step}"
             )
 
 

@@ -59,7 +59,8 @@ REFUSED: dict[str, str] = {
             "log_normal",
             "random",
         ),
-        "it draws random numbers; a backward can repeat only those of dropout",
+        "it draws random numbers, and a backward can repeat only those of dropout; draw them "
+        "outside, and pass them as an argument",
     ),
     "_is_all_true": (
         "it tests in Python whether a condition holds everywhere, as distributions do to "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ..axes import Label
@@ -240,7 +240,15 @@ def _too_many(parts: int) -> str:
     )
 
 
-_MOVED = "it moves columns; do so before the call, or name the parts with chunk and cat"
+def _moved(dims: Iterable[int], rank: int) -> NotRowwiseError:
+    """Return the error of a function that moves elements along dimensions of a tensor."""
+    if any(dim % rank != rank - 1 for dim in dims):
+        return NotRowwiseError(
+            "it moves rows; do so before the call, and pass the result as an argument"
+        )
+    return NotRowwiseError(
+        "it moves columns; do so before the call, or name the parts with chunk and cat"
+    )
 
 
 def _side_by_side(r: Any, out: Any, x: Value, dim: int, pieces: Sequence[tuple[int, int]]) -> Value:
@@ -248,7 +256,7 @@ def _side_by_side(r: Any, out: Any, x: Value, dim: int, pieces: Sequence[tuple[i
     numbers = [number for piece in pieces for number in piece]
     part = math.gcd(_size_of(r, x.labels[dim]), *numbers)
     if out.shape[dim] // part > MOST_PARTS:
-        raise NotRowwiseError(_MOVED)
+        raise _moved([dim], out.dim())
     values = []
     for first, count in pieces:
         node, part_label = _columns(r, x, dim, first, count)
@@ -261,7 +269,7 @@ def _roll(r: Any, out: Any, x: Value, shifts: Any, dims: Any = ()) -> Value:
     """Columns moved by a multiple of one of at most `MOST_PARTS` equal parts of a row."""
     along = [dims] if isinstance(dims, int) else list(dims)
     if len(along) != 1:
-        raise NotRowwiseError(_MOVED)
+        raise _moved(along, out.dim())
     dim = along[0] % out.dim()
     size = out.shape[along[0]]
     columns = shifts if isinstance(shifts, int) else shifts[0]
