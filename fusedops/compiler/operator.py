@@ -164,8 +164,8 @@ class Program(Operator):
         Returns None if the result is not cheap to compute again: see `computed_again`.
         """
         if output not in self._again:
-            found = computed_again(self.plan, output, self.acc)
-            again = found and (Program("again", None, found[0]), found[1])
+            computed = computed_again(self.plan, output, self.acc)
+            again = computed and (Program("again", None, computed[0]), computed[1])
             self._again[output] = again
         return self._again[output]
 
