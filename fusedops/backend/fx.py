@@ -150,9 +150,11 @@ _PURE_MODULES = frozenset(
 
 def is_pure(target: Any) -> bool:
     """Returns whether a function computes tensors and does nothing else."""
+    function = target
     # Dynamo wraps a function of NumPy, whose elementwise ones are in a module of their own, or an
     # operator of Python.
-    function = getattr(target, "f", getattr(target, "op", target))
+    if type(target).__module__ == "torch._dynamo.utils":
+        function = getattr(target, "f", getattr(target, "op", target))
     module = str(getattr(function, "__module__", None))
     # Where Dynamo does not look into einops (PyTorch 2.11), its functions are nodes.
     return module in _PURE_MODULES or module.partition(".")[0] == "einops"

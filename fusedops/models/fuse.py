@@ -370,7 +370,7 @@ def _hints(model: nn.Module) -> tuple[str, ...]:
     devices = sorted({tensor.device.type for tensor in tensors})
     if not devices or any(map(launch.runs_kernels, devices)):
         return ()
-    return (f"calls on {' and '.join(devices)} run PyTorch's operators: kernels run on a GPU",)
+    return (f"no kernels run on {' and '.join(devices)}, only on a GPU",)
 
 
 def _is_unit_already(module: nn.Module, verdict: Verdict) -> bool:
