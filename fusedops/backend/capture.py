@@ -50,6 +50,7 @@ from .fx import (
     is_traceable_subclass,
     keeping_attention,
     leaves,
+    leaving_vmap,
     may_save_changed_inputs,
     recorded_attribute,
     recorded_call,
@@ -79,8 +80,9 @@ __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "copy_metadata"]
 
 RewriteBody = Callable[[fx.GraphModule], fx.GraphModule]
 
-# Functions of other libraries without an effect that a graph would have to repeat. The last two are
-# those of `torch.nn.attention.sdpa_kernel`: a capture records the attention that they select.
+# Functions of other libraries without an effect that a graph would have to repeat. Those of
+# `torch.nn.attention.sdpa_kernel` and of `torch.vmap` change what a capture records: the attention
+# that is selected, and operators of all slices.
 WITHOUT_EFFECT = frozenset(
     {
         "_are_functorch_transforms_active",
@@ -88,6 +90,10 @@ WITHOUT_EFFECT = frozenset(
         "lazy_load_decompositions",
         "_backend_from_string",
         "_sdpa_kernel",
+        "_vmap_increment_nesting",
+        "_vmap_decrement_nesting",
+        "_add_batch_dim",
+        "_remove_batch_dim",
     }
 )
 
@@ -158,7 +164,7 @@ def _captured(
         modes.append(local_calls)
         capture = _Capture(gm, rewrite_body, Constants(constants), local_calls)
         try:
-            with local_calls or nullcontext(), keeping_attention():
+            with local_calls or nullcontext(), keeping_attention(), leaving_vmap():
                 return capture.run(*args)
         finally:
             # The capture may fail within a block of autocast. The graph is then left to Inductor,

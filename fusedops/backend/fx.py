@@ -59,6 +59,7 @@ __all__ = [
     "is_view",
     "keeping_attention",
     "leaves",
+    "leaving_vmap",
     "mapped",
     "may_save_changed_inputs",
     "mutates",
@@ -124,6 +125,22 @@ def keeping_attention() -> Iterator[None]:
     finally:
         if selected and _select_attention:
             _select_attention(selected, set_priority=True)
+
+
+# Returns how many transforms of functions are entered; None for none.
+_vmap_level: Callable[[], int | None] = find("_C._functorch.maybe_current_level", lambda: None)
+_leave_vmap: Any = find("_C._functorch._vmap_decrement_nesting", None)
+
+
+@contextmanager
+def leaving_vmap() -> Iterator[None]:
+    """Leaves each `torch.vmap` that the block enters, even if the block fails in one."""
+    level = _vmap_level() or 0
+    try:
+        yield
+    finally:
+        while (_vmap_level() or 0) > level:
+            _leave_vmap()
 
 
 # The modules whose functions compute tensors and do nothing else, by the names that nodes have.

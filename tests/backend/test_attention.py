@@ -488,19 +488,25 @@ def test_values_are_saved_without_the_joint_product_if_queries_are_rotated(rotat
 def test_attention_is_that_of_sdpa_kernel_in_the_model(
     fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The attention that it selects is in the graph, and the selection is the caller's after it."""
+    """The attention that it selects is in the graph, and the selection is the caller's after it.
+
+    The call is in a `torch.vmap`, which the capture leaves, too.
+    """
+
+    def attention(x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x, x, x)
 
     def model(x: Tensor) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
-            y = F.scaled_dot_product_attention(x, x, x)
+            y = torch.vmap(attention)(x)
         return F.layer_norm(y, y.shape[-1:])
 
     def failing(*args: Any, **options: Any) -> Any:
         raise capture.NotCapturedError("a reason")
 
-    def selected() -> list[bool]:
-        cuda = torch.backends.cuda
-        return [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+    def selected() -> list[Any]:
+        cuda, level = torch.backends.cuda, torch._C._functorch.maybe_current_level()
+        return [level, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
 
     if fails:
         monkeypatch.setattr(capture._Capture, "_attention", failing)

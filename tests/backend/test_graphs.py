@@ -346,11 +346,22 @@ def _scaled_by_numpy(x: Tensor, w: Tensor) -> Tensor:
     return F.layer_norm(x * factor, (8,), w)
 
 
+def _mapped(x: Tensor, w: Tensor) -> Tensor:
+    """A function of each slice, within another, as in masks of Transformers."""
+
+    def scaled(row: Tensor, scale: Tensor) -> Tensor:
+        return row * scale + row.sum()
+
+    rows = torch.vmap(torch.vmap(scaled, in_dims=(0, None)), in_dims=(1, None), out_dims=1)(x, w)
+    return F.layer_norm(rows, (8,), w)
+
+
 # PyTorch itself raises the warning.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
     "function",
     [
+        _mapped,
         _own_derivative,
         _scaled_by_numpy,
         _partly_detached,
