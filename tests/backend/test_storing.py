@@ -107,9 +107,13 @@ def _step_here(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def _step_in_a_process(turn: str) -> str:
-    """Run the code in a new process, and return what it prints."""
+    """Run the code in a new process, and return what it prints.
+
+    Warnings of this package are errors. NumPy's are not: in the interpreter it may warn of numbers
+    in memory that no program uses.
+    """
     return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-c", _STEP, turn],
+        [sys.executable, "-W", "error:fusedops:RuntimeWarning", "-c", _STEP, turn],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         text=True,
         capture_output=True,
