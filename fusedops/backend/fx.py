@@ -114,17 +114,19 @@ attention_order: Callable[[], Any] = find("_C._get_sdp_priority_order", lambda: 
 
 _attention_kernels: Any = find("nn.attention._cur_sdpa_kernel_backends", None)
 _select_attention: Any = find("nn.attention._sdpa_kernel", None)
+_order_attention: Callable[[Any], None] = find("_C._set_sdp_priority_order", lambda order: None)
 
 
 @contextmanager
 def keeping_attention() -> Iterator[None]:
     """Restores the selection of `torch.nn.attention.sdpa_kernel`, even if the block fails."""
-    selected = _attention_kernels and _attention_kernels(with_priority=True)
+    selected, order = _attention_kernels and _attention_kernels(), attention_order()
     try:
         yield
     finally:
         if selected and _select_attention:
-            _select_attention(selected, set_priority=True)
+            _select_attention(selected)
+            _order_attention(order)
 
 
 # Returns how many transforms of functions are entered; None for none.

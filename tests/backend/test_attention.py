@@ -506,11 +506,12 @@ def test_attention_is_that_of_sdpa_kernel_in_the_model(
 
     def selected() -> list[Any]:
         cuda, level = torch.backends.cuda, torch._C._functorch.maybe_current_level()
-        return [level, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
+        order = torch._C._get_sdp_priority_order()
+        return [level, order, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
 
     if fails:
         monkeypatch.setattr(capture._Capture, "_attention", failing)
-    before, report, graphs = selected(), CompileReport(), list[torch.fx.Graph]()
+    before, report, graphs = list[Any](), CompileReport(), list[torch.fx.Graph]()
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         graph = entry._with_operators(gm, inputs, report)
@@ -519,7 +520,9 @@ def test_attention_is_that_of_sdpa_kernel_in_the_model(
         return graph.forward
 
     x = torch.randn(2, 2, _LENGTH, 16, device=DEVICE)
-    result = torch.compile(model, backend=backend, fullgraph=True)(x)
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION]):
+        before = selected()
+        result = torch.compile(model, backend=backend, fullgraph=True)(x)
     assert bool(report.left) == fails
     torch.testing.assert_close(result, model(x))
     names = {str(node.target) for node in graphs[0].nodes}
