@@ -36,7 +36,7 @@ _NOW = """## fuse_model
 | `eager` | the model as it is |
 | `leaves` | `fuse_model(model, graph=False)`: norms and activations alone |
 | `fused` | `fuse_model(model)`, which is what [`rest="eager"`](compile.md#without-inductor) is |
-| `compile`, `backend` | torch.compile, and `fusedops.compile` |"""
+| `compile`, `backend` | torch.compile, and `fusedops.compile`, where they were timed |"""
 _THEN = """## The decision
 
 [`fuse_model`](models.md) once gave each module that has a rule an operator of its own, and read the code of others. These
@@ -127,7 +127,15 @@ def markdown(path: Path) -> str:
     rows = read(path)
     if not rows:
         return f"{_HEAD}\n\nNothing has been measured yet.\n"
-    versions = sorted({f"{row.torch}, Triton {row.triton}, commit {row.commit}" for row in rows})
+    versions = sorted({f"{row.torch}, Triton {row.triton}" for row in rows})
     then = _table(rows, _CANDIDATES, {"modules / rest_eager": _ratio})
-    parts = [_HEAD, f"PyTorch {'; '.join(versions)}.", _NOW, table(rows), _THEN, then]
+    commits = ", ".join(sorted({row.commit for row in rows}))
+    parts = [
+        _HEAD,
+        f"PyTorch {'; '.join(versions)}; commits {commits}.",
+        _NOW,
+        table(rows),
+        _THEN,
+        then,
+    ]
     return "\n\n".join(parts) + "\n"
