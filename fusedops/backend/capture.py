@@ -25,10 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..compiler.function import function_of
 from ..compiler.tracing import traced_with_others
-from ..core.alignment import HALF, contiguous_along_keys
 from ..core.compat.dispatch import without_modes
 from ..core.compat.distributed import is_dtensor
-from ..core.launches import launch
+from .attention import attention
 from .changes import NotCapturedError, without_writes
 from .fx import (
     AUTOCASTS,
@@ -62,7 +61,6 @@ from .fx import (
 from .graphs import (
     FUNCTION,
     OF_RANK,
-    are_numbers,
     direct_tensors,
     drop_unused,
     held_names,
@@ -72,8 +70,7 @@ from .graphs import (
     tensors_in,
 )
 from .heads import Repeats
-from .masks import Constants, Mask
-from .report import note_change
+from .masks import Constants, is_mask
 from .sharded import LocalCalls, has_dtensors
 
 __all__ = ["WITHOUT_EFFECT", "NotCapturedError", "captured", "copy_metadata"]
@@ -121,8 +118,6 @@ _WRITE = frozenset(
 _MOST_NUMBERS = 4096
 # Methods that change how a tensor is differentiated. A capture does not record them.
 _CHANGES_DERIVATIVE = frozenset({"detach_", "requires_grad_", "register_hook", "retain_grad"})
-# The widest heads that PyTorch's fused attention computes.
-_WIDEST_HEADS = 256
 
 
 def captured(
@@ -462,7 +457,7 @@ class _Capture(fx.Interpreter):
         if self.local_calls is not None and conversion(target):
             return self.local_calls.converted(conversion(target), target, args, kwargs)
         if target is F.scaled_dot_product_attention and not has_dtensors(args):
-            return self._attention(*args, **kwargs)
+            return attention(self.constants, self.repeats, *args, **kwargs)
         function = function_of(target)
         if function is not None:
             return _inlined(function, getattr(target, "__name__", ""), args)
@@ -510,7 +505,7 @@ class _Capture(fx.Interpreter):
         # In the graph of a checkpointed part a mask is an input, though it may be constant outside.
         known = dict[int, Tensor]()
         for position, arg in enumerate(arguments):
-            if not _is_mask(arg):
+            if not is_mask(arg):
                 continue
             value = self.constants.value(recorded_node(arg))
             if value is not None:
@@ -529,198 +524,6 @@ class _Capture(fx.Interpreter):
         nested.autocasts = self.autocasts
         nested.prefix = f"call{next(self.calls)}_"
         return nested.run(*operands)
-
-    # --- attention --------------------------------------------------------------------------------
-
-    def _attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *positional: Any,
-        **options: Any,
-    ) -> Tensor:
-        """Attention in a form that fused kernels support.
-
-        It has no mask and no repeated heads where it needs none, or else a contiguous mask.
-        """
-        if not launch.runs_kernels(query.device.type):
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, *positional, **options
-            )
-        changes = []
-        if attn_mask is not None:
-            kind = Mask.OTHER
-            # A causal mask becomes the keyword ``is_causal``, unless the call passes a second
-            # positional argument after the mask, which is ``is_causal``. With a mask and a true
-            # ``is_causal`` PyTorch raises: that call is unchanged.
-            if len(positional) < 2 and not options.get("is_causal"):
-                kind = self._kind_of_mask(query, key, attn_mask, options)
-            attn_mask, change = _needed_mask(attn_mask, kind)
-            if kind is Mask.CAUSAL:
-                options = {**options, "is_causal": True}
-            changes += change
-        heads = None
-        if _is_of_one_token(query, key, attn_mask, positional, options):
-            heads = self._heads_of_groups(query, key, value)
-        # Transformers repeats heads wherever it has a mask, which a compiled model always has.
-        # The fourth positional argument after the mask would be ``enable_gqa``: a call that passes
-        # it has groups already.
-        elif attn_mask is None and len(positional) < 4 and not options.get("enable_gqa"):
-            heads = self._without_repeats(query, key, value)
-            options = options if heads is None else {**options, "enable_gqa": True}
-        if heads is not None:
-            form = "of one head that all queries share, in a fused kernel"
-            if heads[0] is not key:
-                form = "that are not repeated for groups of queries"
-            changes.append(f"an attention of keys and values {form}")
-            key, value = heads
-        if heads is not None and attn_mask is not None:
-            result = _of_groups(query, key, value, attn_mask, options)
-        else:
-            result = F.scaled_dot_product_attention(
-                query, key, value, attn_mask, *positional, **options
-            )
-        for description in changes:
-            note_change(recorded_node(result), description)
-        return result
-
-    def _kind_of_mask(
-        self, query: Tensor, key: Tensor, mask: Tensor, options: Mapping[str, Any]
-    ) -> Mask:
-        """The kind of a mask, if the attention may do without it."""
-        if not _is_mask(mask):
-            return Mask.OTHER
-        kind = self.constants.kind(recorded_node(mask))
-        if kind is not Mask.CAUSAL or _is_causal_call(query, key, mask, options):
-            return kind
-        return Mask.OTHER
-
-    def _without_repeats(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """See `_heads_of_groups`; None where no fused kernel accepts groups of queries."""
-        if not _accepts_groups(query, key, value):
-            return None
-        return self._heads_of_groups(query, key, value)
-
-    def _heads_of_groups(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Keys and values before their heads were repeated, if both were, and equally.
-
-        One head that is broadcast to all queries is returned as it is. Without ``enable_gqa``
-        PyTorch has no fused kernel for it.
-        """
-        if key.shape[1] == value.shape[1] == 1 and query.shape[1] != 1:
-            return key, value
-        keys, values = self.repeats.unrepeated(key), self.repeats.unrepeated(value)
-        if keys is None or values is None:
-            return None
-        return (keys, values) if keys.shape[1] == values.shape[1] else None
-
-
-def _is_of_one_token(
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    positional: Sequence[Any],
-    options: Mapping[str, Any],
-) -> bool:
-    """Whether a query is one token of each sequence, and its heads have one mask.
-
-    So is a query of a decoder with a static cache, whose mask is of all places in the cache.
-    """
-    if mask is None or positional:
-        return False
-    if any(map(options.get, ("dropout_p", "is_causal", "enable_gqa"))):
-        return False
-    if query.dim() != 4 or key.dim() != 4 or query.shape[0] != key.shape[0]:
-        return False
-    # A size that is a symbol is never one: Dynamo makes no symbols of ones.
-    sizes = (query.shape[2], *mask.shape[-3:-2])
-    is_one = are_numbers(sizes) and all(size == 1 for size in sizes)
-    return is_one and query.shape[1] % key.shape[1] == 0
-
-
-def _of_groups(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: Mapping[str, Any]
-) -> Tensor:
-    """Attention of one token, in which the queries that share a head of keys are its rows.
-
-    (batch, heads, 1, size) ──▶ (batch, heads of keys, group, size). With a mask no fused kernel
-    accepts groups of queries, but all of them accept rows.
-    """
-    batch, count, _, size = query.shape
-    heads = key.shape[1]
-    rows = query.reshape(batch, heads, count // heads, size)
-    result = F.scaled_dot_product_attention(rows, key, value, mask, **options)
-    return result.reshape(batch, count, 1, value.shape[-1])
-
-
-def _needed_mask(mask: Tensor, kind: Mask) -> tuple[Tensor | None, list[str]]:
-    """The mask that an attention needs, and what is changed.
-
-    Without a mask, or with ``is_causal``, fused kernels compute only the scores that count.
-    """
-    if kind is Mask.ALL:
-        return None, ["an attention without its mask, which masks nothing"]
-    if kind is Mask.CAUSAL:
-        return None, ["an attention that is causal in the place of its mask"]
-    contiguous = contiguous_along_keys(mask)
-    if contiguous is mask:
-        return mask, []
-    return contiguous, ["an attention whose mask is made contiguous"]
-
-
-def _is_causal_call(query: Tensor, key: Tensor, mask: Tensor, options: Mapping[str, Any]) -> bool:
-    """Whether ``is_causal`` does the same as a causal mask, whose size must be queries by keys."""
-    if not _is_positive(options.get("scale")):
-        return False
-    return mask.shape[-2:] == (query.shape[-2], key.shape[-2])
-
-
-def _accepts_groups(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch has a fused kernel that accepts groups of queries for these tensors."""
-    if not _has_grouped_kernel(query, value):
-        return False
-    return query.shape[1] % key.shape[1] == 0
-
-
-def _has_grouped_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether a fused kernel accepts groups: in half precision, of heads that are not too wide."""
-    if query.dim() != 4 or _dtype_of_attention(query) not in HALF:
-        return False
-    widths = (query.shape[-1], value.shape[-1])
-    if not are_numbers(widths) or max(widths) > _WIDEST_HEADS:
-        return False
-    if query.device.type != "cuda":
-        return True
-    # On GPUs it is flash attention alone, which needs Ampere.
-    if not torch.backends.cuda.flash_sdp_enabled():
-        return False
-    return torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _dtype_of_attention(query: Tensor) -> torch.dtype:
-    """The dtype in which attention computes, after autocast."""
-    kind = query.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-
-
-def _is_positive(scale: Any) -> bool:
-    """Whether scores are scaled so that the least, which are masked, stay the least."""
-    if scale is None:
-        return True
-    return type(scale) in (int, float) and scale > 0
-
-
-def _is_mask(value: Any) -> bool:
-    """Whether a value may be a mask of attention: a tensor of truth values or of summands."""
-    if not isinstance(value, Tensor) or value.dim() < 2:
-        return False
-    return value.dtype == torch.bool or value.is_floating_point()
 
 
 # --- functions of rowwise -------------------------------------------------------------------------

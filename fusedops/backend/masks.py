@@ -22,7 +22,7 @@ from ..core.compat.fake import memory_of
 from .fx import draws
 from .graphs import are_numbers, arguments_first, name_of, tensors_of, written
 
-__all__ = ["Constants", "Mask"]
+__all__ = ["Constants", "Mask", "is_mask"]
 
 # Values of constant nodes are not computed if they take more memory than this.
 _MOST_BYTES = 2**30
@@ -189,3 +189,10 @@ def _is_small(tensor: Tensor) -> bool:
     if not are_numbers(tensor.shape):
         return False
     return math.prod(tensor.shape) * tensor.dtype.itemsize <= _MOST_BYTES
+
+
+def is_mask(value: Any) -> bool:
+    """Returns whether a value may be an attention mask: of truth values, or of summands."""
+    if not isinstance(value, Tensor) or value.dim() < 2:
+        return False
+    return value.dtype == torch.bool or value.is_floating_point()

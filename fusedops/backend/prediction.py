@@ -376,12 +376,17 @@ def _of_fusions(
 ) -> Work:
     """The work that Inductor saves if it computes a region in the kernels of neighbours.
 
-    It neither writes nor reads the values between, and as many gradients.
+    It neither writes nor reads the values between, and as many gradients. What it copies for a
+    convolution it does not read.
     """
     fused = _fused_values(region, members, selected)
-    passes = [1 + (node in needs) for node in fused]
-    moved = sum([2 * count * bytes_of(node) for count, node in zip(passes, fused, strict=True)])
-    return Work(moved, max(passes, default=0))
+    copied = [node for node in region.outputs if node not in fused and _is_copied(node)]
+    tensors = [(2, node) for node in fused] + [(1, node) for node in copied]
+    passes = [1 + (node in needs) for _, node in tensors]
+    moved = [
+        times * count * bytes_of(node) for count, (times, node) in zip(passes, tensors, strict=True)
+    ]
+    return Work(sum(moved), max(passes, default=0))
 
 
 def _fused_values(
@@ -401,6 +406,23 @@ def _fused_values(
         if not all(_is_read_alone(user, members, selected) for user in users):
             fused.append(node)
     return fused
+
+
+def _is_copied(node: fx.Node) -> bool:
+    """Whether a convolution reads a view of a value that Inductor copies: its kernel reads none."""
+    views = [node, *filter(is_view, users_through(node, is_view))]
+    return any(_is_convolved(view) and not _is_contiguous(value_of(view)) for view in views)
+
+
+def _is_convolved(view: fx.Node) -> bool:
+    return any(name_of(user) == "convolution" and user.args[0] is view for user in view.users)
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether convolutions read a tensor as it is: contiguous, or with channels last."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    last = formats.get(tensor.dim(), torch.contiguous_format)
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=last)
 
 
 def _is_computed_alone(node: fx.Node, selected: Collection[fx.Node]) -> bool:

@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
-from fusedops.backend import capture, entry
+from fusedops.backend import attention, capture, entry
 from fusedops.backend.report import CompileReport
 from support import DEVICE
 
@@ -35,7 +37,7 @@ class _Call(NamedTuple):
 def calls() -> Iterator[list[_Call]]:
     """Record each call of attention while a graph is captured."""
     recorded: list[_Call] = []
-    attention, capture_attention = F.scaled_dot_product_attention, capture._Capture._attention
+    computed, captured = F.scaled_dot_product_attention, capture.attention
 
     def recording(
         query: Tensor,
@@ -45,16 +47,17 @@ def calls() -> Iterator[list[_Call]]:
         *arguments: Any,
         **options: Any,
     ) -> Tensor:
-        recorded.append(_Call(mask is not None, bool(options.get("is_causal")), key.shape[1]))
+        if get_proxy_mode() is not None:  # otherwise the call is tried, and not recorded
+            recorded.append(_Call(mask is not None, bool(options.get("is_causal")), key.shape[1]))
         assert value.shape[1] == key.shape[1]
-        return attention(query, key, value, mask, *arguments, **options)
+        return computed(query, key, value, mask, *arguments, **options)
 
-    def patched(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def patched(*args: Any, **kwargs: Any) -> Tensor:
         functional = SimpleNamespace(scaled_dot_product_attention=recording)
-        with mock.patch.object(capture, "F", functional):
-            return capture_attention(self, *args, **kwargs)  # type: ignore[arg-type]
+        with mock.patch.object(attention, "F", functional):
+            return captured(*args, **kwargs)
 
-    with mock.patch.object(capture._Capture, "_attention", patched):
+    with mock.patch.object(capture, "attention", patched):
         yield recorded
 
 
@@ -413,6 +416,37 @@ def test_queries_of_one_token_are_rows_of_the_heads_of_a_cache(
     assert calls == [_Call(has_mask=True, is_causal=False, key_heads=captured_count)]
 
 
+@pytest.mark.parametrize("length", [1, _LENGTH])
+def test_heads_with_a_mask_become_groups_of_queries_in_cudnn(
+    length: int, calls: list[_Call], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch decides whether it computes attention in cuDNN: on Hopper it does for one token."""
+    if DEVICE.type != "cuda":
+        monkeypatch.setattr(attention, "_is_of_cudnn", lambda *_, **__: True)
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = _of_each_head(query)[0].expand(length, -1)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            return F.scaled_dot_product_attention(query, _expanded(key), _expanded(value), mask)
+
+    heads = [_heads(4, length), _heads(2), _heads(2)]
+    is_grouped = DEVICE.type != "cuda" or "cudnn" in _kernels(function, heads)
+    _compare(function, heads, tolerance=2e-2)
+    # Without cuDNN the queries of one token are rows of the heads, which are not repeated either.
+    count = 2 if is_grouped or length == 1 else 4
+    assert calls == [_Call(has_mask=True, is_causal=False, key_heads=count)]
+    if DEVICE.type == "cuda" and length == 1 and torch.cuda.get_device_capability()[0] == 9:
+        assert is_grouped
+
+
+def _kernels(function: Callable[..., Tensor], heads: list[Tensor]) -> str:
+    """Return the names of the kernels of a function."""
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        function(*heads)
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in run.key_averages())
+
+
 @pytest.mark.parametrize("option", [{"dropout_p": 1.0}, {"enable_gqa": True}])
 def test_options_keep_queries_of_one_token_as_they_are(option: Any, calls: list[_Call]) -> None:
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -510,7 +544,7 @@ def test_attention_is_that_of_sdpa_kernel_in_the_model(
         return [level, order, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
 
     if fails:
-        monkeypatch.setattr(capture._Capture, "_attention", failing)
+        monkeypatch.setattr(capture, "attention", failing)
     before, report, graphs = list[Any](), CompileReport(), list[torch.fx.Graph]()
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:

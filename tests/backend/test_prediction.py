@@ -148,6 +148,24 @@ def test_regions_that_inductor_fuses_with_neighbours_are_left(
     assert region.times is not None and region.times.operator < region.times.inductor
 
 
+@pytest.mark.parametrize(("is_moved", "fused"), [(True, 0), (False, 1)])
+def test_regions_that_inductor_copies_for_convolutions_are_left(
+    is_moved: bool, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernel of the norm also writes the copy with channels first, and does not read it."""
+    monkeypatch.setattr(prediction, "among_neighbours", among_neighbours)
+    layers = nn.Linear(16, 16, bias=False), nn.LayerNorm(16), nn.Conv1d(16, 16, 1)
+    linear, norm, convolution = nn.ModuleList(layers).to(DEVICE)
+
+    def function(x: Tensor) -> Tensor:
+        y = norm(linear(x))
+        return convolution(y.transpose(1, 2) if is_moved else y)
+
+    with torch.no_grad():
+        report = fusedops.explain(function, randn(9, 16, 16))
+    assert len(report.fused) == fused
+
+
 @pytest.mark.parametrize(("count", "fused"), [(31, 1), (32, 0)])
 def test_regions_behind_larger_reductions_are_left(count: int, fused: int) -> None:
     """Inductor has their elementwise part in a kernel with the reduction."""

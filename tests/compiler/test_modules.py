@@ -178,7 +178,7 @@ def test_explanation_of_a_refused_function_has_the_reason() -> None:
     explanation = fusedops.rowwise(lambda x: x.cumsum(-1)).explain(_rows())
     assert "each column depends on those before it" in str(explanation)
     assert "line" in explanation.reason
-    explanation = fusedops.rowwise(lambda x: x * x.detach().cpu().numpy().max()).explain(_rows())
+    explanation = fusedops.rowwise(lambda x: x * x.detach().numpy().max()).explain(_rows())
     assert "it cannot be traced" in explanation.reason
     assert "numpy().max()" in explanation.reason
 

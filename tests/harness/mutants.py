@@ -634,6 +634,27 @@ MUTANTS = (
         ("backend/test_returned.py", "test_returned_activations"),
     ),
     Mutant(
+        "heads repeated with a mask although cuDNN accepts groups of queries",
+        "backend/attention.py",
+        "    return _is_of_cudnn(query, key, value, mask, *positional, **options)\n",
+        "    return False\n",
+        ("backend/test_attention.py", "groups_of_queries_in_cudnn"),
+    ),
+    Mutant(
+        "a copy for a convolution taken for a kernel of its own",
+        "backend/prediction.py",
+        "if node not in fused and _is_copied(node)]",
+        "if False]",
+        ("backend/test_prediction.py", "copies_for_convolutions"),
+    ),
+    Mutant(
+        "a convolution taken for a copy whatever the order in memory",
+        "backend/prediction.py",
+        "_is_convolved(view) and not _is_contiguous(value_of(view))",
+        "_is_convolved(view)",
+        ("backend/test_prediction.py", "copies_for_convolutions"),
+    ),
+    Mutant(
         "a constant of a captured graph treated as an input",
         "backend/capture.py",
         '    _inline_constants(result, {name.replace(".", "_") for name in held_names(gm.graph)})\n',

@@ -210,8 +210,9 @@ def test_checkpointed_models_with_dropout_have_the_same_gradients(spec: ModelSpe
     model.gradient_checkpointing_enable({"use_reentrant": False})
     _, result = run(model, arguments, seed=3)
     for name, gradient in expected.items():
+        atol = 1e-5 * float(gradient.abs().max())
         torch.testing.assert_close(
-            result[name], gradient, rtol=0, atol=1e-5 * float(gradient.abs().max()), msg=name
+            result[name], gradient, rtol=0, atol=atol, msg=f"{{}}\n{name}".format
         )
 
 
