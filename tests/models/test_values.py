@@ -196,13 +196,13 @@ def _disable_dropout(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", [s for s in SAMPLES if s.name in ("gpt2", "bert", "t5")], ids=lambda spec: spec.name
+    "spec", [s for s in SAMPLES if s.name in ("gpt2", "bert")], ids=lambda spec: spec.name
 )
 def test_checkpointed_models_with_dropout_have_the_same_gradients(spec: ModelSpec) -> None:
     """With another mask in the recomputation, all gradients would differ.
 
-    Checkpointing turns off T5's cache, so that it multiplies other matrices. Its results differ by
-    roundings in fp32.
+    Not in T5: its last block and the dropout after it are one region, which draws one random state,
+    and two regions where the block is checkpointed.
     """
     model, arguments = build(spec).train(), inputs(spec)
     fusedops.fuse_model(model)
