@@ -43,7 +43,7 @@ from .graphs import dtype_of, hints_of, is_tensor, name_of, value_of
 from .regions import CHANGING, Region
 from .symbols import has_one_value, hint_of, settled
 
-__all__ = ["RegionProgram", "Source", "build", "function_of", "prepare", "source_of"]
+__all__ = ["InputKinds", "RegionProgram", "Source", "build", "function_of", "prepare", "source_of"]
 
 # For the text and the tensors of each region, the source of its program, or the reason why there is
 # none. It is cleared when it is full: a process may compile ever new models.
@@ -107,6 +107,18 @@ class RegionProgram:
         return self.shapes[position][dim]
 
 
+class InputKinds(NamedTuple):
+    """The indices of a region's tensors of some kinds, see `planned`.
+
+    Attributes:
+        also_saved: those that other nodes save.
+        constant: those that get no gradient.
+    """
+
+    also_saved: tuple[int, ...] = ()
+    constant: tuple[int, ...] = ()
+
+
 class Source:
     """The source of a region's program. A call runs the region in PyTorch's operators.
 
@@ -114,7 +126,7 @@ class Source:
         graph: the region as a function of its tensors.
         output_numbers: for each result of the graph, the index of the program's output.
         structure: the structure of the function.
-        also_saved: the indices of tensors that other nodes save, see `planned`.
+        kinds: which tensors others save, and which get no gradient.
         splits: for each tensor, the dimensions that the program splits into several.
         joins: for each of the program's outputs, the dimensions that are one of the region's
             result.
@@ -125,10 +137,10 @@ class Source:
         graph: fx.Graph,
         output_numbers: Sequence[int],
         structure: Structure,
-        also_saved: Sequence[int],
+        kinds: InputKinds,
     ) -> None:
         self.graph, self.output_numbers = graph, output_numbers
-        self.structure, self.also_saved = structure, also_saved
+        self.structure, self.kinds = structure, kinds
         self.splits: list[list[Split]] = [[] for _ in structure.inputs]
         self.joins: list[list[Join]] = [[] for _ in structure.outputs]
 
@@ -148,9 +160,8 @@ class Source:
     @functools.cached_property
     def program(self) -> Program:
         """The program, registered."""
-        return Program(
-            "region", self, planned(self.structure, memory=True, also_saved=self.also_saved)
-        )
+        plan = planned(self.structure, memory=True, **self.kinds._asdict())
+        return Program("region", self, plan)
 
 
 def _forward(graph: fx.Graph) -> Callable[..., Any]:
@@ -168,24 +179,32 @@ def _split_shapes(
     return tuple(split)
 
 
-def build(region: Region, saved: Collection[fx.Node] = ()) -> RegionProgram:
+def build(
+    region: Region, saved: Collection[fx.Node] = (), needs: Collection[fx.Node] = ()
+) -> RegionProgram:
     """The program of a region.
 
     Args:
         region: the region.
         saved: nodes that others save for the backward.
+        needs: the nodes whose values have gradients; if no result of the region is one of them, its
+            program is that of a region whose inputs all have gradients.
     Raises:
         NotRowwiseError: it cannot be one kernel.
     """
     tensors = list(filter(is_tensor, region.inputs))
     function = _Function(region, tensors)
-    saved_inputs = tuple([position for position, node in enumerate(tensors) if node in saved])
+    has_gradient = any(map(needs.__contains__, region.outputs))
+    kinds = InputKinds(
+        tuple([i for i, node in enumerate(tensors) if node in saved]),
+        tuple([i for i, node in enumerate(tensors) if has_gradient and node not in needs]),
+    )
     # Regions of one key have one program: a model's layers are traced and compiled once.
-    key = (function.text, saved_inputs, _operands(function, tensors), _device_of(tensors).type)
+    key = (function.text, kinds, _operands(function, tensors), _device_of(tensors).type)
     if key not in _known:
         if len(_known) >= _MOST:
             _known.clear()
-        _known[key] = _source_or_reason(function, tensors, saved_inputs)
+        _known[key] = _source_or_reason(function, tensors, kinds)
     source_or_reason = _known[key]
     if isinstance(source_or_reason, str):
         raise NotRowwiseError(source_or_reason)
@@ -205,7 +224,7 @@ def source_of(function: fx.GraphModule, tensors: Sequence[Tensor]) -> Source:
         NotRowwiseError: it cannot be one kernel.
     """
     shapes = [tuple(tensor.shape) for tensor in tensors]
-    source, _ = _source(function.graph, tensors, [shapes], ())
+    source, _ = _source(function.graph, tensors, [shapes], InputKinds())
     return source
 
 
@@ -225,14 +244,14 @@ def _device_of(tensors: Sequence[fx.Node]) -> torch.device:
 
 
 def _source_or_reason(
-    function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequence[int]
+    function: _Function, tensors: Sequence[fx.Node], kinds: InputKinds
 ) -> Source | str:
     """The source of a region's program, or why there is none.
 
     The reason is text: an exception would hold the tensors of its frames.
     """
     try:
-        return _build(function, tensors, saved_inputs)
+        return _build(function, tensors, kinds)
     except NotRowwiseError as error:
         return str(error).removeprefix("region: ")
     except Exception as error:  # noqa: BLE001 - it would fail again
@@ -571,7 +590,7 @@ def _shapes(shapes: Sequence[Sequence[Any]], times: int) -> list[tuple[int, ...]
 # --- tracing --------------------------------------------------------------------------------------
 
 
-def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequence[int]) -> Source:
+def _build(function: _Function, tensors: Sequence[fx.Node], kinds: InputKinds) -> Source:
     """Traces a region with two sets of sizes, to tell the sizes that change from constants.
 
     An axis whose size differs between the traces is a moving one. If a dimension joins it with
@@ -580,7 +599,7 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
     Args:
         function: the region.
         tensors: its tensors.
-        saved_inputs: the positions of tensors that others save, see `planned`.
+        kinds: which tensors others save, and which get no gradient.
     Raises:
         NotRowwiseError: it cannot be one kernel.
     """
@@ -589,7 +608,7 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
     # Both sets are multiples of the sizes of the traced call. With these sizes themselves, one such
     # as s // 32 may be 1, and would be broadcast, or two sizes may be equal by chance.
     shapes = [_shapes(symbolic, times) for times in (1009, 2003)]
-    source, moving = _source(function.graph, values, shapes, saved_inputs)
+    source, moving = _source(function.graph, values, shapes, kinds)
     _check_constants(source.structure, symbolic, moving)
     if function.sizes or are_joined(source.structure, moving):
         axes = _axes_of_sizes(len(values), shapes, moving)
@@ -598,7 +617,7 @@ def _build(function: _Function, tensors: Sequence[fx.Node], saved_inputs: Sequen
         split_dimensions(function.graph, source.structure, source.output_numbers, moving, axes)
         # Again, of tensors whose dimensions are one axis each.
         split_shapes = [list(_split_shapes(splits, whole)) for whole in shapes]
-        source, moving = _source(function.graph, values, split_shapes, saved_inputs)
+        source, moving = _source(function.graph, values, split_shapes, kinds)
         source.splits, source.joins = splits, joins
     if not moving.keys() <= source.program.dynamic.keys():
         raise NotRowwiseError(CHANGING)
@@ -652,7 +671,7 @@ def _source(
     graph: fx.Graph,
     values: Sequence[Tensor],
     shapes: Sequence[Sequence[Sequence[int]]],
-    saved_inputs: Sequence[int],
+    kinds: InputKinds,
 ) -> tuple[Source, dict[int, tuple[int, int]]]:
     """The source of a program, and the axes whose sizes change with the shapes, with both sizes.
 
@@ -660,7 +679,7 @@ def _source(
         graph: the graph of the region.
         values: its tensors; their shapes are not used.
         shapes: the shapes of its tensors, then the sizes, in one call and in another.
-        saved_inputs: the positions of tensors that others save, see `planned`.
+        kinds: which tensors others save, and which get no gradient.
     """
     call = _forward(graph)
     # If no size is a symbol, both calls have the same shapes, and one trace is enough.
@@ -672,7 +691,7 @@ def _source(
         if _outline(other) != _outline(structure):
             raise NotRowwiseError("the result depends on the number of rows")
         moving |= _different_sizes(structure, other)
-    return Source(graph, output_numbers, structure, saved_inputs), moving
+    return Source(graph, output_numbers, structure, kinds), moving
 
 
 def _different_sizes(structure: Structure, other: Structure) -> dict[int, tuple[int, int]]:

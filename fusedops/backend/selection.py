@@ -234,7 +234,7 @@ class Selector:
         if reason:
             raise NotRowwiseError(reason)
         self._copy_views(region)
-        program = build(region, self.saved)
+        program = build(region, self.saved, self.needs)
         reached = self._reached(region, program)
         plan = program.program.plan
         differentiable = {program.inputs[position] for position in plan.differentiable}

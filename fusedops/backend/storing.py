@@ -65,7 +65,7 @@ from .horizontal import groups_in
 from .meshes import described, encoded_placement, meshes_of
 from .options import INDUCTOR
 from .prediction import machine_of
-from .programs import Source
+from .programs import InputKinds, Source
 
 __all__ = [
     "caches_are_off",
@@ -174,7 +174,7 @@ def encoded_program(program: Program) -> dict[str, Any]:
     assert isinstance(source, Source)
     return {
         "structure": storing.encoded(source.structure),
-        "also_saved": source.also_saved,
+        "kinds": source.kinds,
         "output_numbers": source.output_numbers,
         "nodes": nodes_of(source.graph, restorable_name),
     }
@@ -184,7 +184,8 @@ def source_in(parts: Any) -> Source:
     """The source of a program from JSON."""
     structure = storing.decoded(parts["structure"])
     graph = graph_of(parts["nodes"])
-    return Source(graph, parts["output_numbers"], structure, parts["also_saved"])
+    kinds = InputKinds(*map(tuple, parts["kinds"]))
+    return Source(graph, parts["output_numbers"], structure, kinds)
 
 
 def _group(group: SliceGroup) -> dict[str, Any]:

@@ -598,7 +598,8 @@ def _digest_of(program: Program) -> str:
     operands = (structure.inputs, structure.outputs, plan.intermediate_operand)
     # The text does not say along which axes parts are: halves of a row, or every other column.
     axes = (structure.rows, structure.columns, structure.unrolled)
-    words = list(map(repr, (*operands, sizes, *axes, structure.drops, program.tiled)))
+    parts = (*operands, sizes, *axes, structure.drops, program.tiled, plan.differentiable)
+    words = list(map(repr, parts))
     if plan.of_results:
         words.append("derivatives of results")
     key = "\n".join([program.text, *words])

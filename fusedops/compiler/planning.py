@@ -132,7 +132,11 @@ def _cotangent(plan: Plan, position: int, part: Part) -> Node:
 
 
 def planned(
-    structure: Structure, *, memory: bool = False, also_saved: Collection[int] = ()
+    structure: Structure,
+    *,
+    memory: bool = False,
+    also_saved: Collection[int] = (),
+    constant: Collection[int] = (),
 ) -> Plan:
     """Return the plan of a function.
 
@@ -140,6 +144,9 @@ def planned(
         structure: its structure.
         memory: whether a byte that is saved counts as much as one that is moved.
         also_saved: the indices of inputs that other operators save: to save these takes no memory.
+        constant: the indices of inputs that get no gradient. What only their gradients read is not
+            saved. The whole tensor that is saved, which is rounded, is chosen without regard to
+            them: so the results are the same bits with and without gradients.
     """
     structure = _rounded(*_separate_dtypes(structure))
     differentiable = _differentiable(structure)
@@ -169,7 +176,9 @@ def planned(
     alternatives = tuple(
         dict.fromkeys([one for one, *_, other in candidates if other == of_results])
     )
-    return _completed(replace(bare, of_results=of_results), parts, dtype, alternatives)
+    trained = tuple([i for i in differentiable if i not in constant])
+    chosen = replace(bare, of_results=of_results, differentiable=trained)
+    return _completed(chosen, parts, dtype, alternatives)
 
 
 def _differentiable(structure: Structure) -> list[int]:

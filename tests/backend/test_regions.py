@@ -455,7 +455,7 @@ def test_explain_names_regions_and_reasons() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).view(-1, 2, 12).transpose(1, 2).softmax(-1)
 
-    report = fusedops.explain(Two(p=0.1).to(DEVICE), randn(6, 24))
+    report = fusedops.explain(Two(p=0.1).to(DEVICE), randn(6, 24).requires_grad_())
     assert [region.operators for region in report.fused] == [
         ("add", "native_dropout", "native_layer_norm"),
         ("add", "gelu"),
@@ -476,6 +476,36 @@ def test_explain_names_regions_and_reasons() -> None:
         "Inductor is predicted to be as fast",
     }
     assert "2 of 3 row-wise regions are fused: 2 operators in 1 graph" in str(report)
+
+
+@pytest.mark.parametrize(("trains", "saved"), [(False, 1), (True, 2)])
+def test_only_what_wanted_gradients_read_is_saved(trains: bool, saved: int) -> None:
+    """A rotation reads its angles in the backward, and rows for the angles' gradients alone."""
+
+    def rotation(x: Tensor, cos: Tensor) -> Tensor:
+        return x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * cos
+
+    x, cos = randn(6, 8).requires_grad_(), randn(6, 8).requires_grad_(trains)
+    (region,) = fusedops.explain(rotation, x, cos, rest="eager").fused
+    assert region.program is not None
+    assert len(region.program.plan.saved_inputs) == saved
+    compiled = fusedops.compile(rotation, rest="eager")
+    cotangent = torch.randn_like(x)
+    result, dx = _step(compiled, x, cos, cotangent)
+    expected, expected_dx = _step(rotation, x.double(), cos.double(), cotangent.double())
+    torch.testing.assert_close(result.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(dx.double(), expected_dx, rtol=0, atol=1e-5)
+    with torch.no_grad():
+        assert torch.equal(compiled(x, cos), result)
+
+
+def _step(
+    function: Callable[..., Tensor], x: Tensor, cos: Tensor, cotangent: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the result of a function, and the gradient of x."""
+    result = function(x, cos)
+    (dx,) = torch.autograd.grad(result, x, cotangent)
+    return result.detach(), dx
 
 
 def test_values_and_gradients_with_inductor_are_exact() -> None:

@@ -209,7 +209,7 @@ def test_report_has_a_line_for_each_kind_of_region() -> None:
     norms = nn.Sequential(
         *[nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False)) for _ in range(3)]
     ).to(DEVICE)
-    lines = str(fusedops.explain(norms, randn(6, 8))).splitlines()
+    lines = str(fusedops.explain(norms, randn(6, 8).requires_grad_())).splitlines()
     size = 6 * 8 * 4 / 1024
     # Each of three norms moves x and y forward, and dy, x and dx backward. It saves x.
     moved = f"{3 * 5 * size:.1f} KiB moved"

@@ -404,11 +404,11 @@ def test_graph_that_is_read_equals_the_stored_one(
     assert result is not None
     assert written is not fused
     for call, program in zip(sources.call_args_list, report.programs, strict=True):
-        graph, output_numbers, structure, also_saved = call.args
+        graph, output_numbers, structure, kinds = call.args
         stored = program.function
         assert str(graph) == str(stored.graph)
         assert list(output_numbers) == list(stored.output_numbers)
-        assert list(also_saved) == list(stored.also_saved)
+        assert kinds == stored.kinds
         assert structure.text() == stored.structure.text()
     assert result.meta == written.meta == fused.meta == gm.meta | fused.meta
     captured_inputs = gm.graph.find_nodes(op="placeholder")

@@ -641,6 +641,20 @@ MUTANTS = (
         ("backend/test_attention.py", "groups_of_queries_in_cudnn"),
     ),
     Mutant(
+        "inputs saved for gradients that no one wants",
+        "backend/programs.py",
+        "if has_gradient and node not in needs]",
+        "if False]",
+        ("backend/test_regions.py", "only_what_wanted"),
+    ),
+    Mutant(
+        "another value saved, and rounded, where inputs get no gradient",
+        "compiler/planning.py",
+        "counted = [i for i in differentiable if _is_counted",
+        "counted = [i for i in differentiable if i not in constant and _is_counted",
+        ("compiler/test_needs.py", "same_bits_without_gradients"),
+    ),
+    Mutant(
         "a copy for a convolution taken for a kernel of its own",
         "backend/prediction.py",
         "if node not in fused and _is_copied(node)]",
