@@ -379,12 +379,32 @@ def inference(path: Path) -> str:
     for mode, title in (("prefill", "Prefill"), ("decode", "One token")):
         rows = [row for row in read(path) if row.mode == mode]
         if rows:
-            ordered = _ordered(rows)
-            columns = _columns(ordered)
             parts += [f"{title}, ms, and in brackets the speed-up over eager:"]
-            parts += [_grid(ordered, _time, columns, least="ms")]
-            parts += [f"{title}, tokens a second:", _grid(ordered, _tokens, columns)]
+            parts += [_by_provider(_ordered(rows), _time, least="ms")]
+            parts += [f"{title}, tokens a second:", _by_provider(_ordered(rows), _tokens)]
     return "\n\n".join(parts) or "Nothing has been measured yet."
+
+
+def _by_provider(workloads: Workloads, cell: Cell, *, least: str = "") -> str:
+    """Returns a table with a line for each provider, and a column for each workload.
+
+    Args:
+        workloads: the workloads with their rows.
+        cell: returns the text of a row, from it and from eager's.
+        least: the field of a row whose least value is bold; "" for none.
+    """
+    names = _columns(workloads)
+    heads = [_named(workload) for workload, _ in workloads]
+    lines = [f"| | {' | '.join(heads)} |", "|---|" + "--:|" * len(heads)]
+    for name in names:
+        cells = []
+        for _, rows in workloads:
+            row = rows.get(name)
+            values = [getattr(other, least) for other in rows.values()] if least else []
+            is_least = bool(row and values) and getattr(row, least) == min(filter(None, values))
+            cells.append(_bold(cell(row, rows.get("eager")), when=is_least) if row else "")
+        lines.append(f"| {_NAMES[name]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _bold(text: str, *, when: bool) -> str:
