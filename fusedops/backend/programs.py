@@ -160,7 +160,8 @@ class Source:
     @functools.cached_property
     def program(self) -> Program:
         """The program, registered."""
-        plan = planned(self.structure, memory=True, **self.kinds._asdict())
+        saved, constant = self.kinds
+        plan = planned(self.structure, memory=True, also_saved=saved, constant=constant)
         return Program("region", self, plan)
 
 
