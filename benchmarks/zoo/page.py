@@ -167,9 +167,9 @@ def _summary(pairs: Sequence[_Pair]) -> list[str]:
     larger = _listed(pairs, _memory, lambda ratio: ratio > _LARGER)
     lines.append(f"More memory than torch.compile, above {_LARGER}: {larger}.")
     failures = [
-        f"{row.model}, {row.provider}: {row.failure}"
+        f"{row.model} with {name}: {row.failure}"
         for pair in pairs
-        for row in (pair.theirs, pair.ours)
+        for name, row in (("torch.compile", pair.theirs), ("fusedops.compile", pair.ours))
         if row is not None and row.failure
     ]
     if failures:

@@ -7,6 +7,10 @@ __all__ = ["next_step"]
 # A part of a reason, and the step. The first that is in a reason counts.
 _STEPS = (
     (
+        "no region",
+        "to fuse other code, decorate its function with fusedops.rowwise",
+    ),
+    (
         "to be as fast",
         "to fuse it anyway, decorate its function with fusedops.rowwise",
     ),

@@ -322,7 +322,7 @@ class CompileReport:
         if not self.graphs:
             return ": nothing was traced (explain a model before it is compiled or sharded)"
         if not self.devices or any(map(launch.runs_kernels, self.devices)):
-            return ""
+            return ": no norm, softmax, dropout or bias of a product" + next_step("no region")
         names = " and ".join(sorted(self.devices))
         step = " (set TRITON_INTERPRET=1 to see what a GPU fuses)" if "cpu" in self.devices else ""
         return f": there are no kernels for {names} tensors{step}"

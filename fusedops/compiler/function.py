@@ -696,7 +696,9 @@ def _reason_to_run_unfused(args: Sequence[Any], tensors: Sequence[Tensor]) -> st
     kinds = {t.device.type for t in (*tensors, *_inside(args))}
     if not any(map(launch.runs_kernels, kinds)):
         names = " and ".join(sorted(kinds)) or "calls without"
-        step = "; set TRITON_INTERPRET=1 to run them there, slowly" if "cpu" in kinds else ""
+        step = ""
+        if "cpu" in kinds:
+            step = "; set TRITON_INTERPRET=1 to run them there, slowly; source() needs no GPU"
         return f"there are no kernels for {names} tensors{step}"
     # A nested or sparse tensor is an error, which comes later, even if another tensor is empty.
     if not all(map(is_dense, tensors)):

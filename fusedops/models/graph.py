@@ -97,7 +97,7 @@ _NOTHING_ELSE = Rule(name="", methods={})
 @functools.cache
 def _rule_of(cls: Any, rest: str, inner: Rule) -> Rule:
     methods = {**inner.methods, "forward": _forward(cls, rest, inner.methods.get("forward"))}
-    own = "operators in the regions of its graph; fusion_status(model, *inputs) lists them"
+    own = "operators in the regions of its graph, by fusion_status(model, *inputs)"
     return Rule(
         name=GRAPH,
         calls="; ".join(filter(None, (own, inner.calls))),
@@ -120,7 +120,7 @@ def beside(rule: Rule) -> Rule:
         is_traced = torch.compiler.is_compiling() or jit_tracing()
         return (original(self, "forward") if is_traced else fused)(self, *args, **kwargs)
 
-    calls = f"{rule.calls}, where no graph runs"
+    calls = f"in the graph; elsewhere {rule.calls}"
     return replace(rule, calls=calls, methods={"forward": forward}, origin=(BESIDE, rule))
 
 

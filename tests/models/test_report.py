@@ -183,9 +183,9 @@ def test_printed_report_has_a_line_for_each_kind_of_module() -> None:
     lines = str(report).splitlines()
     assert lines == [
         "6 of 10 modules are in graphs or call fused operators",
-        "  1 x _Block      operators in the regions of its graph; fusion_status(model, *inputs) lists them",
-        "  1 x LayerNorm   layer_norm, where no graph runs",
-        "  1 x GELU        gelu, where no graph runs",
+        "  1 x _Block      operators in the regions of its graph, by fusion_status(model, *inputs)",
+        "  1 x LayerNorm   in the graph; elsewhere layer_norm",
+        "  1 x GELU        in the graph; elsewhere gelu",
         "  1 x LayerNorm   layer_norm",
         "  1 x GELU        gelu",
         "  1 x Sequential  left: excluded in part",
@@ -269,9 +269,9 @@ def test_forwards_that_are_replaced_in_a_graph_are_reported_with_their_module() 
     }
     prefix = "in the graph, with a forward of"
     assert str(status).splitlines()[1:-2] == [
-        "  1 x Sequential  operators in the regions of its graph; fusion_status(model, *inputs) lists them",
-        "  1 x GELU        gelu, where no graph runs",
-        "  1 x LayerNorm   layer_norm, where no graph runs",
+        "  1 x Sequential  operators in the regions of its graph, by fusion_status(model, *inputs)",
+        "  1 x GELU        in the graph; elsewhere gelu",
+        "  1 x LayerNorm   in the graph; elsewhere layer_norm",
         f"  1 x LayerNorm   {prefix} liger_kernel.transformers.layer_norm",
         f"  1 x Linear      {prefix} {__name__}",
         f"  1 x LigerGELU   {prefix} liger_kernel.transformers.geglu",

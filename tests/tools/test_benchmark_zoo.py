@@ -435,7 +435,7 @@ def test_tables_have_speeds_and_list_what_is_slower_larger_or_failed(tmp_path):
     assert "Geometric mean of the speeds of 2 models: 1.342." in plain
     assert "Slower than torch.compile, below 0.98: t5 0.900." in plain
     assert "More memory than torch.compile, above 1.01: t5 1.100." in plain
-    assert "Not timed: gpt2, backend: wrong: differs by 1, allowed 0.1." in plain
+    assert "Not timed: gpt2 with fusedops.compile: wrong: differs by 1, allowed 0.1." in plain
     text = page.markdown(path)
     assert "| bert | 32\u00a0\u00d7\u00a0512 | 10.00 ± 0.10 | 5.00 ± 0.10 | 2.000 |" in text
     assert (

@@ -219,8 +219,9 @@ class SlicesExplanation:
 
     def __str__(self) -> str:
         if not self.parts:
-            return f"{self.name}: a call for each of {self.count} slices"
-        lines = [f"{self.name}: {self.count} slices in {self.launches} launches forward"]
+            return f"{self.name}: a call for each of {self.count} slices (explain says why)"
+        launches = "1 launch" if self.launches == 1 else f"{self.launches} launches"
+        lines = [f"{self.name}: {self.count} slices in {launches} forward"]
         for part in self.parts:
             if part.group is None:
                 lines.append(f"  slice {part.slices[0]} alone: {part.reason}")

@@ -67,10 +67,11 @@ REFUSED: dict[str, str] = {
         "validate their arguments; pass validate_args=False"
     ),
     "prod": "it is a reduction without a kernel; of positive numbers it is x.log().sum(-1).exp()",
-    **dict.fromkeys(
-        ("lgamma", "digamma", "erfc", "erfinv", "atan", "atan2", "asin", "acos", "copysign"),
-        "it is a function without a kernel; compute it outside",
-    ),
+    **{
+        name: f"{name} is a function without a kernel; compute it outside"
+        for name in ("lgamma", "digamma", "erfinv", "atan", "atan2", "asin", "acos", "copysign")
+    },
+    "erfc": "erfc is a function without a kernel; write 1 - torch.erf(x)",
     **dict.fromkeys(
         ("index", "index_select", "embedding", "_unsafe_index"),
         "indexing with a tensor reads other rows or columns; index before the call, or take "
