@@ -101,7 +101,8 @@ _HOW = """## How it is measured
 - **Peak memory** includes weights, gradients and activations.
 - **Text** in batches is the source of Python's standard library, byte by byte.
 - **Compiled candidates** are measured after the others, and take turns among themselves. No figure includes compilation.
-- **Models.** All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Dropout is 0.1 if the model has
+- **Models.** All attention is PyTorch's `scaled_dot_product_attention`, Transformers' default. Inputs have no `attention_mask`, except
+  in generation. Dropout is 0.1 if the model has
   dropout. Llama has none; for ViT, whose config has 0, it is set to 0.1. A training step has no optimizer, and a forward returns
   no keys and values.
 - **torch.compile** compiles the whole model in its default mode. With PyTorch 2.11, a BERT or ViT that is only compiled gets a

@@ -35,6 +35,7 @@ _HOW = """## How it is measured
   model in fp32. They may differ from these at most twice as much as eager's in bf16, plus a rounding to bf16.
 - **Alone**: while a model is timed, the other processes of the command are stopped. Two commands on one machine share its
   processors, and the host's time of each grows: run one on a machine.
+- **Masks**: inputs have no `attention_mask`.
 - **Layers** are fewer than in the published models. The comments in `benchmarks/zoo` name the model and what is reduced.
 
 To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:

@@ -110,8 +110,9 @@ def explain(
     """Reports the row-wise regions that `fusedops.compile` finds in a call of a model.
 
     The report names the reasons why other regions are left, and what else is changed. The model is
-    called once with the given arguments, positional and by keyword. It is traced, but not compiled.
-    Call it under autocast and in the mode (training or not) in which it is to run.
+    called once with the given arguments, positional and by keyword. It is traced for the sizes of
+    this call, but not compiled. Call it under autocast and in the mode (training or not) in which
+    it is to run.
 
     Args:
         model: a module or a function.
@@ -140,17 +141,21 @@ def explain(
 
 
 def _in_code_of_its_own(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a new code object that calls a model.
+    """A function with a new code object, of a new name, that calls a model.
 
-    Dynamo counts compilations by code object, and after eight it traces no more.
+    Dynamo counts compilations by code object, and after eight it traces no more. By name it knows
+    which sizes have changed, and would make them symbols.
     """
 
     def explained(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    return FunctionType(
-        explained.__code__.replace(), globals(), "explained", None, explained.__closure__
-    )
+    name = f"explained_{next(_calls)}"
+    code = explained.__code__.replace(co_name=name)
+    return FunctionType(code, globals(), name, None, explained.__closure__)
+
+
+_calls = itertools.count()  # of `explain`
 
 
 def backend(

@@ -80,6 +80,15 @@ def test_explain_is_not_limited_by_dynamos_cache() -> None:
         assert len(report.regions) == 1
 
 
+def test_explain_of_another_shape_has_no_symbols() -> None:
+    """Columns whose number is a symbol would be left."""
+    for columns in (8, 12):
+        report = fusedops.explain(
+            lambda x: (x.softmax(-1) + x).relu(), randn(6, columns), rest="eager"
+        )
+        assert [region.reason for region in report.regions] == [""]
+
+
 def test_explain_raises_for_what_is_not_callable() -> None:
     with pytest.raises(
         TypeError, match="explain: model must be a module or a function, got NoneType"

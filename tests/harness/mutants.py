@@ -641,6 +641,13 @@ MUTANTS = (
         ("backend/test_attention.py", "groups_of_queries_in_cudnn"),
     ),
     Mutant(
+        "sizes that differ between two calls of explain treated as symbols",
+        "backend/entry.py",
+        'name = f"explained_{next(_calls)}"',
+        'name = "explained"',
+        ("backend/test_report.py", "another_shape"),
+    ),
+    Mutant(
         "inputs saved for gradients that no one wants",
         "backend/programs.py",
         "if has_gradient and node not in needs]",
