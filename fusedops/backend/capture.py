@@ -43,6 +43,7 @@ from .fx import (
     conversion,
     copy_sources,
     has_own_derivative,
+    in_vmap,
     is_applied,
     is_pure,
     is_record,
@@ -456,7 +457,8 @@ class _Capture(fx.Interpreter):
             return self._one_node(opaque, opaque.tensors, {})
         if self.local_calls is not None and conversion(target):
             return self.local_calls.converted(conversion(target), target, args, kwargs)
-        if target is F.scaled_dot_product_attention and not has_dtensors(args):
+        is_plain = not has_dtensors(args) and not in_vmap()
+        if target is F.scaled_dot_product_attention and is_plain:
             return attention(self.constants, self.repeats, *args, **kwargs)
         function = function_of(target)
         if function is not None:

@@ -134,6 +134,11 @@ _vmap_level: Callable[[], int | None] = find("_C._functorch.maybe_current_level"
 _leave_vmap: Any = find("_C._functorch._vmap_decrement_nesting", None)
 
 
+def in_vmap() -> bool:
+    """Returns whether a `torch.vmap` is entered. Its tensors lack the mapped dimension."""
+    return bool(_vmap_level())
+
+
 @contextmanager
 def leaving_vmap() -> Iterator[None]:
     """Leaves each `torch.vmap` that the block enters, even if the block fails in one."""

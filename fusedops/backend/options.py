@@ -49,6 +49,9 @@ def options_of(options: Mapping[str, Any] | None, mode: str | None = None) -> Op
     of_inductor = dict(options or {})
     memory = _choice(of_inductor, _MEMORY, "auto", tuple(CHOICES))
     rest = _choice(of_inductor, _REST, INDUCTOR, _RESTS)
+    for name in of_inductor:
+        if _PREFIX + name in (_MEMORY, _REST):
+            raise ValueError(f"compile: the option {name!r} is written {_PREFIX + name!r}")
     for name in filter(_is_own, of_inductor):
         raise ValueError(f"compile: no option {name!r}; this backend has {_MEMORY!r} and {_REST!r}")
     if rest == EAGER:

@@ -23,6 +23,7 @@ from .fx import namespace
 from .graphs import captured_body
 from .options import EAGER, INDUCTOR
 from .prediction import Times, Work, machine_of
+from .programs import Source
 
 __all__ = [
     "RUNNERS",
@@ -172,7 +173,18 @@ class RegionReport:
         """Bytes of full tensors that its backward needs, its outputs not counted."""
         if self.program is None or not self.has_gradient:
             return 0
-        return self.rows * self.program.plan.alternatives[0].held - self.of_tables
+        return self.rows * _saved_of_row(self.program) - self.of_tables
+
+
+def _saved_of_row(program: Program) -> int:
+    """Bytes of a row that are in memory for the backward alone."""
+    source, plan, structure = program.function, program.plan, program.structure
+    assert isinstance(source, Source)
+    own = [index for index in plan.saved_inputs if index not in source.kinds.also_saved]
+    operands = list(filter(structure.is_whole, map(structure.inputs.__getitem__, own)))
+    if program.own and plan.intermediate_operand is not None:
+        operands.append(plan.intermediate_operand)
+    return sum([program.size_of_row(operand) * operand.dtype.itemsize for operand in operands])
 
 
 @functools.lru_cache(maxsize=1024)

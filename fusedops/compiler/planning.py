@@ -5,8 +5,9 @@ that a backward needs are always saved. Beside them the function saves at most o
 its own. Without one the backward reads inputs and computes the rest again.
 
 A tensor that is saved or returned is rounded to its dtype, and the forward continues from the
-rounded one, so that the backward has the forward's values. Nothing here depends on what requires a
-gradient: training and inference compute the same.
+rounded one, so that the backward has the forward's values. This choice does not depend on what
+requires a gradient: training and inference compute the same. Which inputs are saved may: see
+`planned`.
 """
 
 from __future__ import annotations

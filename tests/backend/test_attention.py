@@ -518,6 +518,19 @@ def test_values_are_saved_without_the_joint_product_if_queries_are_rotated(rotat
     assert (joint_product in storage_sizes) == (not rotated)
 
 
+@pytest.mark.parametrize("mask_of", [torch.ones_like, torch.tril])
+def test_attention_in_a_vmap_keeps_its_mask(mask_of: Any, calls: list[_Call]) -> None:
+    """Its tensors lack the dimension that is mapped."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = mask_of(torch.ones(_LENGTH, _LENGTH, dtype=torch.bool, device=DEVICE))
+        attend = torch.vmap(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask))
+        return attend(query, key, value)
+
+    _compare(function, [_heads(2), _heads(2), _heads(2)])
+    assert calls == []
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_attention_is_that_of_sdpa_kernel_in_the_model(
     fails: bool, monkeypatch: pytest.MonkeyPatch
@@ -544,7 +557,7 @@ def test_attention_is_that_of_sdpa_kernel_in_the_model(
         return [level, order, cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()]
 
     if fails:
-        monkeypatch.setattr(capture, "attention", failing)
+        monkeypatch.setattr(capture, "in_vmap", failing)
     before, report, graphs = list[Any](), CompileReport(), list[torch.fx.Graph]()
 
     def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:

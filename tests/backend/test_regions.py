@@ -489,6 +489,7 @@ def test_only_what_wanted_gradients_read_is_saved(trains: bool, saved: int) -> N
     (region,) = fusedops.explain(rotation, x, cos, rest="eager").fused
     assert region.program is not None
     assert len(region.program.plan.saved_inputs) == saved
+    assert region.saved == saved * 6 * 8 * 4
     compiled = fusedops.compile(rotation, rest="eager")
     cotangent = torch.randn_like(x)
     result, dx = _step(compiled, x, cos, cotangent)

@@ -636,8 +636,8 @@ MUTANTS = (
     Mutant(
         "heads repeated with a mask although cuDNN accepts groups of queries",
         "backend/attention.py",
-        "    return _is_of_cudnn(query, key, value, mask, *positional, **options)\n",
-        "    return False\n",
+        "    return is_of_cudnn and ",
+        "    return False and ",
         ("backend/test_attention.py", "groups_of_queries_in_cudnn"),
     ),
     Mutant(
@@ -646,6 +646,13 @@ MUTANTS = (
         'name = f"explained_{next(_calls)}"',
         'name = "explained"',
         ("backend/test_report.py", "another_shape"),
+    ),
+    Mutant(
+        "a mask left out within a vmap, whose tensors are recorded otherwise",
+        "backend/capture.py",
+        "not has_dtensors(args) and not in_vmap()",
+        "not has_dtensors(args)",
+        ("backend/test_attention.py", "vmap_keeps_its_mask"),
     ),
     Mutant(
         "inputs saved for gradients that no one wants",
