@@ -518,6 +518,8 @@ def test_values_are_saved_without_the_joint_product_if_queries_are_rotated(rotat
     assert (joint_product in storage_sizes) == (not rotated)
 
 
+# On a CPU its backward has no rule for vmap.
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("mask_of", [torch.ones_like, torch.tril])
 def test_attention_in_a_vmap_keeps_its_mask(mask_of: Any, calls: list[_Call]) -> None:
     """Its tensors lack the dimension that is mapped."""
