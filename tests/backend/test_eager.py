@@ -542,7 +542,7 @@ def test_unknown_rest_is_refused() -> None:
             call(nn.LayerNorm(4), rest="aot")  # type: ignore[operator]
     with pytest.raises(ValueError, match="must be one of 'inductor', 'eager', got 'aot'"):
         fusedops.compile(nn.LayerNorm(4), options={"fusedops.rest": "aot"})
-    with pytest.raises(ValueError, match="the option 'rest' is written 'fusedops.rest'"):
+    with pytest.raises(ValueError, match="the option 'rest' is written"):
         fusedops.compile(nn.LayerNorm(4), options={"rest": "eager"})
 
 
