@@ -13,6 +13,7 @@ from torch import nn
 from ..backend.entry import explain
 from ..backend.options import EAGER, INDUCTOR
 from ..backend.report import CompileReport
+from ..core.compat.modules import has_compiled_call
 from ..core.launches import launch
 from . import classes, eligibility
 from . import graph as graphs
@@ -23,6 +24,10 @@ from .rules.loss import is_causal_model, why_whole
 
 __all__ = ["fuse_model", "fusion_status", "unfuse_model"]
 
+_COMPILED = (
+    "model.compile compiles the model as a whole: fusedops.explain has what its backend fuses, and "
+    "the graphs below run without it"
+)
 _NO_LOSS = "loss=True changes nothing: there is no causal language model of Transformers"
 
 
@@ -305,7 +310,8 @@ def _with_graphs(
             reports[name] = explain(modules[name], *inputs, rest=rest, **options)
             if graphs.is_small(modules[name], inputs, options):
                 small.append(name)
-    return replace(report, graphs=reports, small=tuple(small))
+    hints = (*report.hints, *([_COMPILED] if has_compiled_call(model) and reports else []))
+    return replace(report, graphs=reports, small=tuple(small), hints=hints)
 
 
 def _current_verdict(module: nn.Module) -> Verdict:

@@ -138,8 +138,8 @@ class FusionReport:
             *self._checked(),
             *self.hints,
             *self._next_step(),
-            *self._graph_lines(),
             "table() has a line for each module",
+            *self._graph_lines(),
         ]
         return "\n".join(lines)
 

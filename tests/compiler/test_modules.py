@@ -142,7 +142,7 @@ def test_explanation_names_rows_inputs_kernels_and_the_choice_of_configs() -> No
     if not KERNEL_PATH:
         assert text == (
             "scaled_norm runs as it is: there are no kernels for cpu tensors; set "
-            "TRITON_INTERPRET=1 to run them there, slowly"
+            "TRITON_INTERPRET=1 to run them there, slowly; source() needs no GPU"
         )
         return
     assert "scaled_norm runs as kernels, on rows of 24 columns" in text

@@ -293,6 +293,16 @@ def test_unit_with_a_forward_of_liger_kernel_runs_no_graph() -> None:
     assert second.by is None
 
 
+@pytest.mark.parametrize("compiles", [False, True])
+def test_status_says_that_a_model_is_compiled_from_outside(compiles: bool) -> None:
+    model, x = _model(), torch.randn(2, 3, 4)
+    fusedops.fuse_model(model)
+    if compiles:
+        model.compile(backend="eager")
+    hints = fusedops.fusion_status(model, x).hints
+    assert any("model.compile" in hint for hint in hints) == compiles
+
+
 @pytest.mark.parametrize("name", ["dry_run", "graph", "compile_rest"])
 @pytest.mark.parametrize("value", ["no", {}, 1, None], ids=repr)
 def test_flags_other_than_true_and_false_are_errors(name: str, value: Any) -> None:
