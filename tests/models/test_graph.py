@@ -544,7 +544,7 @@ def test_status_names_units_whose_call_is_small() -> None:
     """They run it without their graph, which is listed all the same."""
     _, fused = _fused(exclude=["0.norm"])
     fused.eval()
-    note = "\n  this call is small: the module runs without this graph\n"
+    note = "\n  this call is small: the module runs without this graph"
     for rows, is_small in ((graph.FEW_ROWS, True), (graph.FEW_ROWS + 1, False)):
         with torch.no_grad():
             status = fusedops.fusion_status(fused, _rows(rows))
