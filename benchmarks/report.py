@@ -37,7 +37,7 @@ _Case = tuple[CaseKey, dict[str, Row]]  # with the rows by provider
 # Ratios up to this are ties: a figure with two decimals does not show them.
 _TIE = 1.005
 
-_HEAD = """# Report
+_HEAD = """# Single operators: figures
 
 All measurements, compared with eager PyTorch, `torch.compile` and Liger-Kernel, including the shapes where one of these peers
 is faster. `python -m benchmarks report` writes this page and its pictures from the results files. Long tables are folded."""

@@ -1221,14 +1221,14 @@ def test_same_code_with_the_same_numbers_is_traced_once() -> None:
 @kernels
 def test_many_instances_share_a_program() -> None:
     """Instances with the same number share a program; the three numbers have a program each."""
-    x, blocks = randn(5, 24), [Scaled(10.0 + number % 3) for number in range(12)]
+    x, blocks = randn(5, 24), [Alone(10.0 + number % 3) for number in range(12)]
     with mock.patch(
         "fusedops.compiler.programs.Programs._traced", autospec=True, side_effect=_traced
     ) as traced:
         for block in blocks:
             torch.testing.assert_close(block.scaled(x), x * block.weight * block.by)
     assert traced.call_count == 3
-    assert len(Scaled.scaled._programs.looks((blocks[0], x))._known) == 1
+    assert len(Alone.scaled._programs.looks((blocks[0], x))._known) == 1
 
 
 _traced = fusedops.compiler.programs.Programs._traced
@@ -1249,6 +1249,14 @@ class Scaled(nn.Module):
         import settings_of_a_case
 
         return x * settings_of_a_case.k
+
+
+class Alone(Scaled):
+    """A module whose method no other test calls."""
+
+    @fusedops.rowwise(strict=True)
+    def scaled(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.by
 
 
 @kernels
