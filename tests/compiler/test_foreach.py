@@ -856,6 +856,8 @@ _x, _y = torch.ones(4, 8), torch.ones(4, 6)
         (([_x, _y], _x), None, RuntimeError, "must match the size"),
         (([_x, 2.0], [_x, _x]), None, TypeError, "foreach: x .* tensors, or numbers$"),
         (([_x], [torch.nn.Tanh()]), None, TypeError, "of Tanh, .*; pass .*: .m.weight for m in"),
+        (([_x], torch.nn.ModuleList()), None, TypeError, "residual is a ModuleList; pass a list"),
+        (([_x], iter([_x])), None, TypeError, "residual is a list_iterator; pass a list"),
     ],
 )
 def test_bad_arguments(

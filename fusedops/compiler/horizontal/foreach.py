@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,9 +131,19 @@ def _is_list(value: Any) -> bool:
     return isinstance(value, (list, torch.nn.ParameterList)) or is_of_tensors
 
 
+# Values of many slices that are neither a list nor a tuple.
+_NO_LISTS = (torch.nn.ModuleList, torch.nn.ParameterList, Iterator)
+
+
 def _check_lists(op: str, names: Sequence[str], arguments: Sequence[Argument]) -> None:
-    """Raise `TypeError` for a list that has not one kind of values, tensors or numbers."""
+    """Raise `TypeError` for a list that has not one kind of values, and for what is no list."""
     for name, argument in zip(names, arguments, strict=True):
+        if isinstance(argument.value, _NO_LISTS):
+            kind = type(argument.value).__name__
+            raise TypeError(
+                f"{op}.foreach: {name} is a {kind}; pass a list of tensors, such as "
+                "[m.weight for m in modules]"
+            )
         if argument.form != SEPARATE:
             continue
         tensors = map(_is_tensor, argument.value)
