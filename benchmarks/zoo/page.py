@@ -35,7 +35,8 @@ _HOW = """## How it is measured
   model in fp32. They may differ from these at most twice as much as eager's in bf16, plus a rounding to bf16.
 - **Alone**: while a model is timed, the other processes of the command are stopped. Two commands on one machine share its
   processors, and the host's time of each grows: run one on a machine.
-- **Masks**: inputs have no `attention_mask`.
+- **Masks**: inputs have no `attention_mask`. With PyTorch 2.11, torch.compile gives BERT, ViT and the like a mask that rules out fused
+  attention; `fusedops.compile` leaves it out, which is the larger part of its gain on them.
 - **Layers** are fewer than in the published models. The comments in `benchmarks/zoo` name the model and what is reduced.
 
 To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:

@@ -272,7 +272,11 @@ class _Structuring:
             outer = tuple(without(columns, inner))
             is_over_numbers = inner and axes == outer and node.op == "amax"
             if not (is_over_blocks or is_over_numbers) or columns != (*outer, *inner):
-                raise self._refused("it reduces over other dimensions than elsewhere", node)
+                raise self._refused(
+                    "it reduces over other dimensions than elsewhere; compute one of the two "
+                    "reductions outside",
+                    node,
+                )
             if is_over_blocks and not set(columns) <= set(self.numbering.of(node.args[0].axes)):
                 raise self._refused("it reduces over blocks what is the same in each block", node)
         if not inner:
@@ -463,4 +467,7 @@ def _check_dropouts(structure: Structure) -> None:
     whole = frozenset((*structure.rows, *structure.columns))
     for node in topological(nodes_of(structure.results)):
         if node.op == "keep" and node.axes != whole:
-            raise NotRowwiseError("dropout of what does not vary along all dimensions")
+            raise NotRowwiseError(
+                "dropout of what does not vary along all dimensions; draw it outside, and pass it "
+                "as an argument"
+            )

@@ -28,6 +28,10 @@ _COMPILED = (
     "model.compile compiles the model as a whole: fusedops.explain has what its backend fuses, and "
     "the graphs below run without it"
 )
+_FUSED_BEFORE = (
+    "loss and compile_rest change nothing in modules that are fused already: unfuse_model comes "
+    "first"
+)
 _NO_LOSS = "loss=True changes nothing: there is no causal language model of Transformers"
 
 
@@ -109,6 +113,8 @@ def fuse_model(
         report = _fused(model, exclude, first, rest, dry_run=dry_run, check=check)
         if loss and not any(map(is_causal_model, model.modules())):
             report = replace(report, hints=(*report.hints, _NO_LOSS))
+        if (loss or compile_rest) and FUSED in {line.reason for line in report.left}:
+            report = replace(report, hints=(*report.hints, _FUSED_BEFORE))
     return report
 
 

@@ -42,8 +42,8 @@ class Difference:
         return self.output <= self.allowed_output and self.gradient <= self.allowed_gradient
 
     def __str__(self) -> str:
-        output = f"output {self.output:.2g} of {self.allowed_output:.2g}"
-        gradient = f"gradient {self.gradient:.2g} of {self.allowed_gradient:.2g}"
+        output = f"output {self.output:.2g} (limit {self.allowed_output:.2g})"
+        gradient = f"gradient {self.gradient:.2g} (limit {self.allowed_gradient:.2g})"
         return f"{output}, {gradient}"
 
 

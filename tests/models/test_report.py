@@ -294,6 +294,14 @@ def test_unit_with_a_forward_of_liger_kernel_runs_no_graph() -> None:
 
 
 @pytest.mark.parametrize("compiles", [False, True])
+def test_report_says_that_options_of_a_second_call_change_nothing(compiles: bool) -> None:
+    model = _model()
+    fusedops.fuse_model(model)
+    hints = fusedops.fuse_model(model, compile_rest=compiles).hints
+    assert any("unfuse_model comes first" in hint for hint in hints) == compiles
+
+
+@pytest.mark.parametrize("compiles", [False, True])
 def test_status_says_that_a_model_is_compiled_from_outside(compiles: bool) -> None:
     model, x = _model(), torch.randn(2, 3, 4)
     fusedops.fuse_model(model)

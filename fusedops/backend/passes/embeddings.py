@@ -26,7 +26,7 @@ __all__ = ["sum_embedding_gradients"]
 def sum_embedding_gradients(rewrite: Rewrite) -> None:
     """Replaces the embeddings of few rows whose gradients are wanted."""
     for node in filter(_is_of_few, rewrite.graph.nodes):
-        if node.args[0] in rewrite.needs:
+        if node in rewrite.needs:
             node.target = torch.ops.fusedops.embedding_of_few.default
             note_change(node, "an embedding of few rows, whose gradient is a matrix product")
 
