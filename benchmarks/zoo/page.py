@@ -36,7 +36,7 @@ _HOW = """## How it is measured
 - **Alone**: while a model is timed, the other processes of the command are stopped. Two commands on one machine share its
   processors, and the host's time of each grows: run one on a machine.
 - **Masks**: inputs have no `attention_mask`. With PyTorch 2.11, torch.compile gives BERT, ViT and the like a mask that rules out fused
-  attention; `fusedops.compile` leaves it out, which is the larger part of its gain on them.
+  attention; `fusedops.compile` leaves it out.
 - **Layers** are fewer than in the published models. The comments in `benchmarks/zoo` name the model and what is reduced.
 
 To repeat all measurements, on a GPU, with `pip install .[bench,hf]`:

@@ -48,6 +48,7 @@ __all__ = [
     "copy_sources",
     "draws",
     "has_own_derivative",
+    "in_vmap",
     "is_applied",
     "is_erased",
     "is_pointwise",

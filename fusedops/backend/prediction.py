@@ -409,7 +409,7 @@ def _fused_values(
 
 
 def _is_copied(node: fx.Node) -> bool:
-    """Whether a convolution reads a view of a value that Inductor copies: its kernel reads none."""
+    """Whether a convolution reads a value in another order, and Inductor writes a copy for it."""
     views = [node, *filter(is_view, users_through(node, is_view))]
     return any(_is_convolved(view) and not _is_contiguous(value_of(view)) for view in views)
 
